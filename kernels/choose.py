@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from .attention.largest import largest_scores
 from .attention.local import Mask, attend
 from .attention.partial import MATMUL, PartialAttention
 from .attention.partial_sdpa import SDPA
@@ -30,6 +31,7 @@ UNKNOWN_GPU, AMPERE, HOPPER, BLACKWELL, SMALL_BLACKWELL = 1, 80, 90, 100, 110
 FUSED = ("rotary", "swiglu", "linear_cross_entropy", "permute")
 """operations that are several kernels in eager mode and one of Triton's"""
 
+LARGEST_SCORES = partial(attend, largest_scores)
 PARTIAL_ATTENTION = {implementation.name: implementation for implementation in (MATMUL, SDPA)}
 
 
@@ -79,6 +81,7 @@ class Kernels:
         return replace(
             self,
             attention=partial(self.attention, causal=False),
+            largest_scores=partial(self.largest_scores, causal=False),
             attention_mask=partial(self.attention_mask, causal=False),
         )
 
@@ -90,6 +93,8 @@ class Kernels:
         """Return kernels whose gated activation is GeGLU, of which there is torch's alone."""
         return replace(self, swiglu=geglu)
 
+    largest_scores: Callable[..., Tensor] = LARGEST_SCORES
+    """see `attention.largest.largest_scores`; called as `attention` is"""
     vocabulary: VocabularyShard = WHOLE
     """the classes of the head's weight that this rank holds, for `log_probs` and `divergence`"""
     sequence: SequenceShard = WHOLE_SEQUENCES

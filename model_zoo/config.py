@@ -20,6 +20,7 @@ from .sizes import PositiveFloat, SettingsError, Size, Sizes, quote  # noqa: F40
 if TYPE_CHECKING:
     from ..kernels.choose import Kernels
     from .base import Model
+    from .matrices import HeadRows
 
 
 def validate(
@@ -212,6 +213,15 @@ class ModelConfig(Sizes):
 
     def require_hf(self) -> None:
         """Raise a ValueError of what the Hugging Face models of the family cannot be."""
+
+    @property
+    def normalises_heads(self) -> bool:
+        """Whether queries and keys have norms, which bound the scores of attention."""
+        return False
+
+    def attention_rows(self) -> dict[str, HeadRows]:
+        """Return how the rows of a block's attention belong to heads, by the name of a module."""
+        return {}
 
     def describe_block(self, number: int) -> tuple[object, ...]:
         """Return what tells block `number` from blocks of another kind; by default, nothing."""

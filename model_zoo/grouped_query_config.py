@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from pydantic import model_validator
 
 from .decoder_config import DecoderConfig
+from .matrices import HeadRows
 from .sizes import Size
 
 if TYPE_CHECKING:
@@ -69,6 +70,23 @@ class GroupedQueryConfig(DecoderConfig):
         if self.has_wide_norms:
             return self.n_heads * self.head_width, self.n_kv_heads * self.head_width
         return (self.head_width, self.head_width) if self.has_head_norms else None
+
+    @property
+    def normalises_heads(self) -> bool:
+        """Whether queries and keys have norms, which bound the scores of attention."""
+        return self.qk_norm_widths is not None
+
+    def attention_rows(self) -> dict[str, HeadRows]:
+        """Return how the rows of a block's attention belong to heads, by the name of a module."""
+        width, is_shared = self.head_width, self.n_kv_heads < self.n_heads
+        # A key that several heads share is left alone: their queries get all of the factor.
+        powers = {"q": 1.0 if is_shared else 0.5, "k": 0.0 if is_shared else 0.5, "v": 0.0}
+        return {
+            f"attention.{name}": HeadRows(
+                self.n_heads if name == "q" else self.n_kv_heads, (width,), ((width, power),)
+            )
+            for name, power in powers.items()
+        }
 
     @property
     def query_scale(self) -> float:

@@ -5,12 +5,35 @@ Torch-free.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .layout import Layout
 
 DOWN, UP, MAGNITUDE = "lora_a", "lora_b", "lora_magnitude"
+
+
+@dataclass(frozen=True)
+class HeadRows:
+    """How the rows of a projection belong to the heads of attention, one head after the other.
+
+    Attributes:
+        heads: the number of heads.
+        matrices: for each matrix that a head joins, such as those of its key and of its value, the
+            number of rows.
+        powers: for some rows of a head after the others, their number, and the power of a factor
+            that multiplies them so that the head's scores are multiplied by the factor.
+    """
+
+    heads: int
+    matrices: tuple[int, ...]
+    powers: tuple[tuple[int, float], ...]
+
+    @property
+    def block_rows(self) -> tuple[int, ...]:
+        """The numbers of rows of all heads' matrices."""
+        return self.matrices * self.heads
 
 
 def is_adapter(name: str) -> bool:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import cast
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from ...model_zoo.matrices import HeadRows
 from ..optim.placement import DimSplit, ParameterPlacement
 from ..parallel.axis import LocalRank
 from ..parallel.mesh import Degrees, expert_grid
@@ -15,7 +16,12 @@ from ..parallel.placement import ShardPlacement
 
 
 def place_parameters(
-    found: Iterable[ShardPlacement], matrices: Collection[str], local: LocalRank
+    found: Iterable[ShardPlacement],
+    matrices: Collection[str],
+    local: LocalRank,
+    heads: Mapping[str, HeadRows],
+    *,
+    by_head: bool = False,
 ) -> dict[str, ParameterPlacement]:
     """Return the placement of each parameter among the ranks of this rank's pipeline stage.
 
@@ -25,22 +31,31 @@ def place_parameters(
         found: where each parameter lies.
         matrices: names of the parameters that are matrices.
         local: this rank.
+        heads: see `ModelConfig.attention_rows`.
+        by_head: whether the rows of each head are matrices of their own.
     """
     degrees = local.degrees
     ranks, group = degrees.world // degrees.pipeline, _make_stage_group(degrees, local.rank)
     is_sharded = local.table.is_sharded(degrees)
-    return {
-        each.name: ParameterPlacement(
+    placed = {}
+    for each in found:
+        path = each.name.rpartition(".")[0]
+        rows = next((rows for name, rows in heads.items() if path.endswith(f".{name}")), None)
+        is_matrix = each.name in matrices
+        # An adapter beside a projection has other rows, or is no projection of heads.
+        is_whole = rows is not None and each.shape[0] == sum(rows.block_rows)
+        placed[each.name] = ParameterPlacement(
             each.name,
             each.shape,
-            each.name in matrices,
+            is_matrix,
             _find_splits(each, degrees, is_sharded=is_sharded),
             ranks,
             local.rank % ranks,
             group,
+            rows if is_whole else None,
+            rows.block_rows if rows and is_whole and is_matrix and by_head else (),
         )
-        for each in found
-    }
+    return placed
 
 
 def _find_splits(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ...model_zoo.base import Model
 from ...model_zoo.config import ModelConfig
+from ...model_zoo.layers.largest_scores import LargestScores
 from ...model_zoo.matrices import maps_hidden_states
 from ..core.errors import Problem, RecipeError
 from ..optim.elementwise.narrow import splits_a_block
@@ -39,11 +42,15 @@ def build_update(
         scale: the loss scale that gradients are divided by.
     """
     model, degrees, device = parallel_model.model, plan.degrees, plan.device
-    placements = _place(model, config, plan) if recipe.optimizer.needs_matrices else None
+    by_head = recipe.optimizer.updates_heads
+    placements = _place(model, config, plan, by_head) if recipe.optimizer.needs_matrices else None
     groups = parameter_groups(
         model.named_parameters(), recipe.optimizer, model.remote_parameters, placements
     )
     _check_state(recipe, model)
+    if recipe.optimizer.bounds_scores:
+        scores = _measure_scores(model, config, plan)
+        groups = [{**group, "scores": scores} for group in groups]
     is_rounded = recipe.precision.parameters == "bf16"
     groups = list(divide_groups(groups)) if is_rounded else groups
     avoid_dynamo_import()
@@ -90,7 +97,24 @@ def _check_state(recipe: Recipe, model: Model) -> None:
             raise RecipeError([Problem(message, key="optimizer.state_dtype", hint=hint)])
 
 
-def _place(model: Model, config: ModelConfig, plan: Plan) -> dict[str, ParameterPlacement]:
+def _measure_scores(model: Model, config: ModelConfig, plan: Plan) -> dict[str, Tensor]:
+    """Let attention keep the largest scores of a step; return those of all heads, [H], by path.
+
+    Each rank of the tensor axis measures some of the heads, and knows -inf of the others.
+    """
+    found, number = {}, plan.degrees.coordinate(plan.rank).tensor
+    num_heads = max(rows.heads for rows in config.attention_rows().values())
+    own = num_heads // plan.degrees.tensor
+    for path, module in model.named_modules():
+        if isinstance(scores := getattr(module, "scores", None), LargestScores):
+            found[path] = torch.full((num_heads,), -math.inf, device=plan.device)
+            scores.keep_in(found[path][number * own : (number + 1) * own])
+    return found
+
+
+def _place(
+    model: Model, config: ModelConfig, plan: Plan, by_head: bool
+) -> dict[str, ParameterPlacement]:
     """Return the placement of each parameter of this rank.
 
     Raises:
@@ -111,4 +135,4 @@ def _place(model: Model, config: ModelConfig, plan: Plan) -> dict[str, Parameter
         message = f'the model "{config.name}" has no matrices beside its embeddings and head'
         raise RecipeError([Problem(message, key="optimizer.name", hint='take "adamw"')])
     found = placements_for(shapes, config, plan.table, plan.degrees)
-    return place_parameters(found, matrices, plan)
+    return place_parameters(found, matrices, plan, config.attention_rows(), by_head=by_head)

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
+from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+    from ...model_zoo.matrices import HeadRows
 
 OWNED = "@"
 """In the key of a state, it comes before the number of the matrix: the state is that of one matrix,
@@ -67,6 +70,7 @@ class ParameterPlacement:
         rank: this rank in the group.
         group: the process group of all ranks that hold a part of the parameter; None: this rank
             is alone.
+        heads: how the rows belong to heads of attention; None: they do not.
         block_rows: the numbers of rows of the matrices that each matrix of the parameter joins,
             such as the heads of a projection of queries; empty: it is one matrix.
     """
@@ -78,6 +82,7 @@ class ParameterPlacement:
     ranks: int = 1
     rank: int = 0
     group: ProcessGroup | None = None
+    heads: HeadRows | None = None
     block_rows: tuple[int, ...] = ()
 
     def part(self, rank: int) -> tuple[Range, ...]:
@@ -90,6 +95,11 @@ class ParameterPlacement:
             first = min(end, first + rank // stride % ranks * chunk)
             ranges[dim] = first, min(end, first + chunk)
         return tuple(ranges)
+
+    @property
+    def num_matrices(self) -> int:
+        """The number of matrices."""
+        return prod(self.shape[:-2]) * max(1, len(self.block_rows))
 
     def matrices(self) -> Iterator[Matrix]:
         """Yield the matrices of the parameter, which has two dims or more."""

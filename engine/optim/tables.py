@@ -86,6 +86,10 @@ class OptimizerConfig(Component):
     needs_matrices: ClassVar[bool] = False
     """whether it updates matrices as wholes: its groups then have `placements` and `is_matrix`, and
     it cannot step one weight at a time"""
+    has_owned_state: ClassVar[bool] = False
+    """whether a rank has all of the state of some matrices, and none of the others'"""
+    bounds_scores: ClassVar[bool] = False
+    """whether it reads the largest attention scores of a step, which then are measured"""
     matrix_keys: ClassVar[frozenset[str]] = frozenset()
     """which of `group_keys` say something of matrices alone"""
     keys_of_both: ClassVar[frozenset[str]] = frozenset({"lr", "weight_decay"})
@@ -101,6 +105,11 @@ class OptimizerConfig(Component):
     """largest absolute value of an element of a gradient, after `clip_norm`; 0 does not clip"""
     groups: list[ParameterGroup] = []
     """other values for parameters chosen by name"""
+
+    @property
+    def updates_heads(self) -> bool:
+        """Whether the rows of each attention head are a matrix of their own."""
+        return False
 
     def rates_of(self, *, is_matrix: bool) -> Rates:
         """Return the rate and the decay of matrices, or of all other parameters."""
@@ -157,11 +166,13 @@ optimizers: Registry[OptimizerConfig] = Registry(
         "ademamix": "engine.optim.elementwise.tables:AdEMAMix",
         "mars": "engine.optim.elementwise.tables:MARS",
         "schedule_free": "engine.optim.elementwise.tables:ScheduleFree",
+        "dion2": "engine.optim.matrix.tables:Dion2",
         "decoupled_adamw": "engine.optim.elementwise.tables:DecoupledAdamW",
         "decoupled_sgdw": "engine.optim.elementwise.tables:DecoupledSGDW",
         "adafactor": "engine.optim.factored.tables:Adafactor",
         **{f"{PREFIX}{name}": f"engine.optim.library.optimizers:{name}" for name in OPTIMIZERS},
         "muon": "engine.optim.matrix.tables:Muon",
+        "muonclip": "engine.optim.matrix.tables:MuonClip",
         "muonh": "engine.optim.matrix.tables:MuonH",
         "normuon": "engine.optim.matrix.tables:NorMuon",
         "soap": "engine.optim.matrix.tables:SOAP",

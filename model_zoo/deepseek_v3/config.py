@@ -11,6 +11,7 @@ from ..decoder_config import DecoderConfig
 from ..heads import TaskHead
 from ..layers.configs import LatentSizes, MoESettings
 from ..layers.rope_scaling import YarnScaling
+from ..matrices import HeadRows
 from ..sizes import PositiveFloat, Size
 from .layout import LAYOUT
 
@@ -139,6 +140,17 @@ class DeepSeekV3Config(DecoderConfig, LatentSizes):
     def query_scale(self) -> float:
         """The factor of the scores, beside 1 / sqrt(K)."""
         return 1.0 if self.rope_scaling is None else self.rope_scaling.query_scale
+
+    def attention_rows(self) -> dict[str, HeadRows]:
+        """Return how the rows of a block's attention belong to heads, by the name of a module."""
+        nope, rope, value = self.nope_head_dim, self.rope_head_dim, self.value_head_dim
+        # All heads share the rotated part of keys: their queries get all of the factor there.
+        queries = HeadRows(self.n_heads, (nope + rope,), ((nope, 0.5), (rope, 1.0)))
+        pairs = HeadRows(self.n_heads, (nope, value), ((nope, 0.5), (value, 0.0)))
+        return {
+            "attention.q" if self.q_lora_rank is None else "attention.q_up": queries,
+            "attention.kv_up": pairs,
+        }
 
     def experts_of(self, number: int) -> MoESettings | None:
         """Return the experts of block `number`; the first `n_dense_layers` blocks have none."""

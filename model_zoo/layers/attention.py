@@ -13,6 +13,7 @@ from ...kernels.ragged.lengths import SampleLengths
 from ..grouped_query_config import GroupedQueryConfig
 from ..language_model import BlockCache
 from .dense import Linear, LocalParameters, RMSNorm, make_norms
+from .largest_scores import LargestScores
 
 
 class GroupedQueryAttention(LocalParameters):
@@ -53,6 +54,7 @@ class GroupedQueryAttention(LocalParameters):
         if widths := config.qk_norm_widths:
             self.q_norm, self.k_norm = (RMSNorm(width, norm_eps, kernels) for width in widths)
         self.attention = kernels.attention
+        self.scores = LargestScores(kernels)
         self.rotary = kernels.rotary
 
     def forward(
@@ -82,7 +84,9 @@ class GroupedQueryAttention(LocalParameters):
             q_BSHK = q_BSHK * self.query_scale
         if cache is not None:
             k_BSGK, v_BSGK = cache.extend(k_BSGK, v_BSGK)
-        out_BSHK = self.attention(q_BSHK, k_BSGK, v_BSGK, mask, **self._limits(mask))
+        limits = self._limits(mask)
+        self.scores.add(q_BSHK, k_BSGK, mask, limits)
+        out_BSHK = self.attention(q_BSHK, k_BSGK, v_BSGK, mask, **limits)
         out_BSD: Tensor = self.o(out_BSHK.flatten(2))
         return out_BSD if self.post_norm is None else self.post_norm(out_BSD)
 

@@ -12,6 +12,7 @@ from ...kernels.choose import Kernels
 from ..language_model import BlockCache
 from .configs import LatentSizes
 from .dense import Linear, RMSNorm
+from .largest_scores import LargestScores
 from .rotary import interleaved_to_half
 
 LATENT_EPS = 1e-6
@@ -59,6 +60,7 @@ class LatentAttention(nn.Module):
         self.kv_up = Linear(sizes.kv_lora_rank, num_heads * sum(self._ups))
         self.o = Linear(num_heads * sizes.value_head_dim, dim)
         self.attention = kernels.attention
+        self.scores = LargestScores(kernels)
         self.rotary = kernels.rotary
 
     @property
@@ -115,7 +117,9 @@ class LatentAttention(nn.Module):
         k_BLHN, v_BLHW = made_BLHJ.split(self._ups, dim=-1)
         # The heads are counted on the tensor: a rank may hold some of them only.
         shared_BLHR = rotated_BL1R.expand(-1, -1, k_BLHN.shape[2], -1)
-        out: Tensor = self.attention(q_BSHK, torch.cat((k_BLHN, shared_BLHR), -1), v_BLHW, mask)
+        k_BLHK = torch.cat((k_BLHN, shared_BLHR), -1)
+        self.scores.add(q_BSHK, k_BLHK, mask, {})
+        out: Tensor = self.attention(q_BSHK, k_BLHK, v_BLHW, mask)
         return out
 
     def _attend_to_latents(

@@ -144,6 +144,11 @@ class Llama4Config(GroupedQueryConfig):
     temperature_floor: Size = 64
     """positions a step"""
 
+    @property
+    def normalises_heads(self) -> bool:
+        """Whether queries and keys have norms, which bound the scores of attention."""
+        return self.qk_norm
+
     def has_rotary(self, number: int) -> bool:
         """Return whether block `number` is one with RoPE."""
         return (number + 1) % self.nope_every != 0

@@ -20,7 +20,13 @@ PLANS = {
     "shard": ({}, {}),
     "soap": ({}, {"optimizer": {"name": "soap"}}),
     "pipeline": ({"pipeline": 2, "shard": 2}, {"optimizer": {"name": "normuon"}}),
-    "experts": ({"expert": 2, "expert_tensor": 2, "tensor": 2}, {"model": EXPERTS}),
+    "experts": (
+        {"expert": 2, "expert_tensor": 2, "tensor": 2},
+        {"model": EXPERTS, "optimizer": {"name": "muonh"}},
+    ),
+    "clip": ({"context": 2, "tensor": 2}, {"optimizer": {"name": "muonclip", "by_head": True}}),
+    "adamh": ({}, {"optimizer": {"name": "adamh"}}),
+    "dion2": ({"tensor": 2, "shard": 2}, {"optimizer": {"name": "dion2"}}),
     "soap of experts": (
         {"expert": 2, "expert_tensor": 2, "tensor": 2},
         {"model": EXPERTS, "optimizer": {"name": "soap_muon"}},
@@ -68,10 +74,11 @@ def test_bytes_flops_and_state_are_those_of_real_ranks():
     real = run_ranks(4, counted, timeout=300)
     (plans,) = run_ranks(1, planned, timeout=300)
     for (name, _), places in plans.items():
-        assert any(route.kind == "all-to-all" for route in places[0].calls)
+        sends = any(route.kind == "all-to-all" for route in places[0].calls)
+        assert sends == (name != "adamh")  # which computes on parts, and sends norms
         for place, counts in enumerate(places):
             expected = real[place * (4 // len(places))][name]
-            assert counts.flops["optimizer"] > 0
+            assert (counts.flops["optimizer"] > 0) == sends
             assert counts == expected, name
 
 

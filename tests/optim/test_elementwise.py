@@ -9,6 +9,7 @@ import pytorch_optimizer
 import torch
 from torch import nn
 
+from tests.cases import also
 from tests.commands import run_trainer
 from tests.train.processes import newest
 from trainer.engine.core.errors import RecipeError
@@ -271,7 +272,11 @@ def test_the_default_rate_lowers_the_loss_in_ten_steps(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["adopt", "ademamix", "mars", "schedule_free", "torch.NAdam", "torch.Adagrad"]
+    "name",
+    [
+        *("adopt", "ademamix", "mars", "schedule_free", "torch.NAdam", "torch.Adagrad", "soap"),
+        *also("soap_muon", "dion2", "muonclip"),
+    ],
 )
 def test_a_resumed_run_makes_the_weights_of_no_interruption(name, tmp_path):
     keys = f'name = "{name}"' + ("\nslow_warmup_steps = 4" if name == "ademamix" else "")

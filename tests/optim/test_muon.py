@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from trainer.engine.optim.matrix.rounds import assign_owners, plan_rounds
-from trainer.engine.optim.matrix.tables import AdamH, AdamWKeys, Muon, MuonH, NorMuon
+from trainer.engine.optim.matrix.tables import AdamH, AdamWKeys, Dion2, Muon, MuonH, NorMuon
 from trainer.engine.optim.parameters import parameter_groups, undecorated_step
 from trainer.engine.optim.placement import DimSplit, Matrix, ParameterPlacement
 from trainer.engine.optim.tables import ParameterGroup
@@ -143,6 +143,25 @@ def test_muonh_follows_the_formula():
             u = newton_schulz(given[name].numpy() + 0.95 * m, 5)
             z = x - 0.1 * factor * radius * u / np.linalg.norm(u)
             x = radius * z / np.linalg.norm(z)
+        assert found[name].detach().numpy() == pytest.approx(x, rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize("fraction", [0.3, 1.0])
+def test_dion2_follows_the_formula(fraction):
+    """arXiv:2512.16928, algorithm 1, with the largest rows or columns."""
+    found, starts, gradients = steps_of(Dion2(lr=0.1, fraction=fraction, momentum=0.8))
+    for name in ("wide", "tall", "square"):
+        x, m = starts[name].numpy(), 0
+        rows, columns = x.shape
+        axis, size = (0, rows) if rows <= columns else (1, columns)
+        for factor, given in zip(FACTORS, gradients, strict=True):
+            m = m + given[name].numpy()
+            chosen = np.argsort(-np.abs(m).sum(1 - axis))[: int(np.ceil(fraction * size))]
+            part = (chosen, slice(None)) if axis == 0 else (slice(None), chosen)
+            o = np.zeros_like(x)
+            o[part] = newton_schulz(m[part], 5)
+            m[part] *= 0.8
+            x = x * (1 - 0.1 * factor * 0.1) - 0.1 * factor * 0.2 * max(rows, columns) ** 0.5 * o
         assert found[name].detach().numpy() == pytest.approx(x, rel=1e-9, abs=1e-12)
 
 

@@ -10,7 +10,7 @@ from tests.distributed import run_ranks
 from tests.train.plans import BASE, recipe_with, weights
 from tests.train.processes import newest
 from trainer.engine.core.errors import RecipeError
-from trainer.engine.optim.matrix.tables import Muon
+from trainer.engine.optim.matrix.tables import Muon, MuonH
 from trainer.engine.recipe.load import load_recipe
 
 MUON = {"name": "muon", "lr": 0.01, "clip_norm": 0.5}
@@ -126,7 +126,14 @@ def test_what_cannot_be_is_refused_by_its_key(keys, words, tmp_path):
         load_recipe(recipe)
 
 
+def test_keys_of_adamw_keep_the_default_rate_beside_matrices_that_keep_their_norms():
+    config = MuonH(adamw={"betas": (0.9, 0.99)}, weight_decay=0.2)
+    assert config.rates_of(is_matrix=False) == (3e-4, 0.2)
+    assert Muon(lr=0.05, adamw={"eps": 1e-6}).rates_of(is_matrix=False) == (0.05, 0.1)
+
+
 def test_a_rate_for_adamw_is_warned_about():
     assert list(Muon(lr=3e-5, scale="original").warnings())
+    assert list(Muon(scale="original").warnings())
     assert not list(Muon(lr=3e-5).warnings())
     assert not list(Muon(lr=0.02, scale="original").warnings())

@@ -45,6 +45,12 @@ DDP_BUCKET = 25 * 2**20
 """bytes of one all-reduce, DDP's default"""
 
 
+class ScoringAdamW(AdamW):
+    """AdamW in the place of an optimizer that reads attention scores, which are measured."""
+
+    bounds_scores = True
+
+
 @dataclass(frozen=True)
 class Simulation:
     """The simulated memory of a rank.
@@ -223,10 +229,11 @@ def count_ranks(
     found = placements(recipe, size.degrees, vocab_size) if optimizer.needs_matrices else []
     update: Callable[[int], StepCounts] | None = None
     if found and not (whole or recipe.lora.rank):
-        # The optimizer is counted apart, and AdamW sends nothing.
+        # The optimizer is counted apart, and AdamW sends nothing. The forward pass stays the same.
         config, table = recipe.model.with_vocab(vocab_size), recipe.parallel
         update = partial(count_update, optimizer, config, table, found, size.degrees)
-        recipe = recipe.model_copy(update={"optimizer": AdamW()})
+        stand_in = ScoringAdamW() if optimizer.bounds_scores else AdamW()
+        recipe = recipe.model_copy(update={"optimizer": stand_in})
     whole = whole or recipe.optimizer.needs_matrices
     own = size.degrees.pipeline, (), ()
     pipeline, blocks, counts = own if whole else smallest_sizes(recipe, size, vocab_size)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -11,6 +11,7 @@ from ....model_zoo.config import ModelConfig
 from ....model_zoo.matrices import maps_hidden_states
 from ...assemble.parameter_placements import place_parameters
 from ...optim.parameters import parameter_groups
+from ...optim.placement import ParameterPlacement
 from ...optim.tables import OptimizerConfig
 from ...parallel.axis import LocalRank
 from ...parallel.mesh import Degrees
@@ -54,7 +55,8 @@ def count_update(
     counter.matcher.in_update = True
     with fake_process_group(rank, degrees.world):
         at = LocalRank(table, degrees, rank, CPU, None, is_simulated=True)
-        placed = place_parameters(found, matrices, at)
+        by_head = optimizer_config.updates_heads
+        placed = place_parameters(found, matrices, at, config.attention_rows(), by_head=by_head)
         with FakeTensorMode(allow_non_fake_inputs=True):
             weights = []
             for name, each in placed.items():
@@ -63,12 +65,24 @@ def count_update(
                 weight.grad = torch.empty(sizes)
                 weights.append((name, weight))
             groups = parameter_groups(weights, optimizer_config, placements=placed)
+            if optimizer_config.bounds_scores:
+                groups = [{**group, "scores": _scores_of(placed)} for group in groups]
             optimizer = optimizer_config.build(groups, CPU)
             optimizer.step()  # it makes the state, which may be other work than later steps
             with counter:
                 optimizer.step()
             counter.counts.held["optimizer"] = bytes_of_state(optimizer)
     return counter.counts
+
+
+def _scores_of(placed: Mapping[str, ParameterPlacement]) -> dict[str, torch.Tensor]:
+    """Return numbers for the largest scores of all heads, by the path of the attention."""
+    heads: dict[str, int] = {}
+    for name, each in placed.items():
+        if each.heads:
+            path = name.rsplit(".", 2)[0]
+            heads[path] = max(heads.get(path, 0), each.heads.heads)
+    return {path: torch.zeros(number) for path, number in heads.items()}
 
 
 def _held_prefixes(

@@ -239,10 +239,10 @@ class MatrixOptimizer(Optimizer):
             weight, placement = task.weights[parameter], task.placements[parameter]
             state = self.state[weight]
             if key not in state:
-                sizes = placement.shape[:-2] if shape else placement.shape[:-1]
+                sizes = (placement.num_matrices,) if shape else placement.shape[:-1]
                 state[key] = torch.zeros(sizes, dtype=weight.dtype, device=self._device)
             found.append(
-                state[key][matrix.place if shape else (*matrix.place, slice(*matrix.rows))]
+                state[key][matrix.number if shape else (*matrix.place, slice(*matrix.rows))]
             )
         return found
 

@@ -25,7 +25,8 @@ def find_basis(covariances: Tensor) -> Tensor:
     inner = vectors.mT @ (vectors * (order / size).unsqueeze(1))
     inner = inner * (is_null.unsqueeze(1) & is_null.unsqueeze(2))
     inner = inner + torch.diag_embed((order + 1) * ~is_null)
-    return (vectors @ torch.linalg.eigh(inner).eigenvectors).flip(-1)
+    basis: Tensor = (vectors @ torch.linalg.eigh(inner).eigenvectors).flip(-1)
+    return basis
 
 
 def update_basis(covariances: Tensor, bases: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field
 
@@ -29,6 +29,14 @@ class AdamWKeys(Table):
     """decay of the running means of the gradient and of its square"""
     eps: PositiveFloat = 1e-8
     """added to the denominator"""
+
+
+class HyperballAdamWKeys(AdamWKeys):
+    """AdamW's keys for parameters that are no matrices, beside matrices that keep their norms."""
+
+    lr: NonNegativeFloat = 3e-4
+    """peak learning rate of these parameters; not that of [optimizer], which is a share of the
+    matrices' norms and far too large for AdamW"""
 
 
 class MatrixConfig(OptimizerConfig):
@@ -79,32 +87,45 @@ class MatrixConfig(OptimizerConfig):
         return self.model_dump(exclude={"name", "clip_norm", "groups", "adamw"})
 
 
-_Config = TypeVar("_Config", bound=MatrixConfig)
-
-
-def resolve_dtype(config: _Config) -> _Config:
-    """Return a table with what "auto" means as `orthogonalize_dtype` on a GPU."""
-    if getattr(config, "orthogonalize_dtype", "") != "auto":
-        return config
-    return config.model_copy(update={"orthogonalize_dtype": "bf16"})
-
-
-def is_bf16(word: str, device: torch.device) -> bool:
-    """Return whether `orthogonalize_dtype` means bf16 on a device."""
-    return word == "bf16" or (word == "auto" and device.type == "cuda")
-
-
-def warn_of_rate(lr: float, scale: str) -> Iterator[str]:
-    """Yield a warning if a rate is one of AdamW's for orthogonal updates of another scale."""
-    if scale == "original" and lr < LEAST_LR:
-        yield (
-            f'optimizer.lr = {lr:g} is a rate for AdamW: with scale = "original" matrices '
-            'hardly move; take about 0.02, or scale = "match_rms_adamw"'
-        )
-
-
 class OrthogonalConfig(MatrixConfig):
-    """Base of the tables of optimizers that orthogonalize momenta."""
+    """Base of the tables of optimizers that orthogonalize matrices."""
+
+    sends_gradients: ClassVar[bool] = False
+    """whether owners get gradients, in the dtype of the weights, in the place of momenta"""
+
+    orthogonalize_dtype: Literal["auto", "bf16", "fp32"] = "auto"
+    """dtype in which matrices are multiplied and sent; "fp32": that of the weights; "auto": "bf16"
+    on GPUs, else "fp32" """
+    ns_steps: Count = 5
+    """Newton-Schulz iterations"""
+    cautious_decay: bool = False
+    """decay only the elements that the update moves towards 0 (arXiv:2510.12402)"""
+    by_head: bool = False
+    """orthogonalize the rows of each attention head by themselves, in the projections of queries,
+    keys and values"""
+
+    @property
+    def updates_heads(self) -> bool:
+        """Whether the rows of each attention head are a matrix of their own."""
+        return self.by_head
+
+    def for_gpu(self) -> Self:
+        """Return the table with what its "auto" means on a GPU."""
+        if self.orthogonalize_dtype != "auto":
+            return self
+        return self.model_copy(update={"orthogonalize_dtype": "bf16"})
+
+    def options(self, device: torch.device) -> dict[str, Any]:
+        """Return the optimizer's options for groups of matrices."""
+        options = {"nesterov": False, **super().options(device)}
+        word = options.pop("orthogonalize_dtype")
+        is_bf16 = word == "bf16" or (word == "auto" and device.type == "cuda")
+        sends_bf16 = is_bf16 and not self.sends_gradients
+        return {**options, "is_narrow": sends_bf16, "multiplies_in_bf16": is_bf16}
+
+
+class MomentumConfig(OrthogonalConfig):
+    """Base of the tables of optimizers that orthogonalize momenta, which are sharded."""
 
     matrix_keys = frozenset({"momentum"})
     group_keys = MatrixConfig.group_keys | {"momentum"}
@@ -113,39 +134,44 @@ class OrthogonalConfig(MatrixConfig):
     """decay of the running mean of the gradients of matrices"""
     nesterov: bool = True
     """look ahead along the momentum"""
-    orthogonalize_dtype: Literal["auto", "bf16", "fp32"] = "auto"
-    """dtype in which matrices are multiplied and sent; "fp32": that of the weights; "auto": "bf16"
-    on GPUs, else "fp32" """
-    ns_steps: Count = 5
-    """Newton-Schulz iterations"""
-    cautious_decay: bool = False
-    """decay only the elements that the update moves towards 0 (arXiv:2510.12402)"""
-
-    def for_gpu(self) -> Self:
-        """Return the table with what its "auto" means on a GPU."""
-        return resolve_dtype(self)
-
-    def options(self, device: torch.device) -> dict[str, Any]:
-        """Return the optimizer's options for groups of matrices."""
-        options = super().options(device)
-        word = options.pop("orthogonalize_dtype")
-        return {**options, "is_narrow": is_bf16(word, device)}
 
 
-@optimizers.register
-class Muon(OrthogonalConfig):
-    """Momentum that is orthogonalized, matrix by matrix; AdamW for what is no matrix."""
+class ScaledConfig(OrthogonalConfig):
+    """Base of the tables of optimizers that scale orthogonal updates by their shape."""
 
-    implementation = "muon:MuonOptimizer"
-
-    name: Literal["muon"] = "muon"
     scale: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
     """what multiplies an update: "match_rms_adamw", 0.2 sqrt(max(rows, columns)), so that AdamW's
     rates suit (arXiv:2502.16982); "original", sqrt(max(1, rows / columns))"""
 
     def warnings(self) -> Iterator[str]:
         """Yield what is likely to be a mistake."""
-        yield from warn_of_rate(self.lr, self.scale)
+        is_adamws = self.lr < LEAST_LR or "lr" not in self.model_fields_set
+        if self.scale == "original" and is_adamws:
+            yield (
+                f'optimizer.lr = {self.lr:g} is a rate for AdamW: with scale = "original" matrices '
+                'hardly move; take about 0.02, or scale = "match_rms_adamw"'
+            )
+
+
+@optimizers.register
+class Muon(ScaledConfig, MomentumConfig):
+    """Momentum that is orthogonalized, matrix by matrix; AdamW for what is no matrix."""
+
+    implementation = "muon:MuonOptimizer"
+
+    name: Literal["muon"] = "muon"
+
+
+@optimizers.register
+class MuonClip(Muon):
+    """Muon, and queries and keys that shrink where attention scores grow (arXiv:2507.20534)."""
+
+    implementation = "muonclip:MuonClipOptimizer"
+    bounds_scores = True
+
+    name: Literal["muonclip"] = "muonclip"  # type: ignore[assignment]  # a table of its own name
+    max_score: PositiveFloat = 100.0
+    """largest attention score of a head in a step above which its queries and keys shrink"""
 
 
 @optimizers.register
@@ -166,6 +192,7 @@ class SOAP(MatrixConfig):
     """Adam in the eigenbases of the covariances of rows and columns (arXiv:2409.11321)."""
 
     implementation = "soap:SOAPOptimizer"
+    has_owned_state = True
     keys_of_both = MatrixConfig.group_keys
 
     name: Literal["soap"] = "soap"
@@ -188,37 +215,34 @@ class SOAP(MatrixConfig):
 
 
 @optimizers.register
-class SOAPMuon(SOAP):
+class SOAPMuon(SOAP, ScaledConfig):
     """SOAP whose updates are orthogonalized as Muon's are (Vyas 2026)."""
 
     implementation = "soap:SOAPMuonOptimizer"
+    sends_gradients = True
 
     name: Literal["soap_muon"] = "soap_muon"  # type: ignore[assignment]  # as in NorMuon
-    orthogonalize_dtype: Literal["auto", "bf16", "fp32"] = "auto"
-    """dtype in which updates are orthogonalized and sent; "fp32": that of the weights; "auto":
-    "bf16" on GPUs, else "fp32" """
-    ns_steps: Count = 5
-    """Newton-Schulz iterations"""
-    scale: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
-    """what multiplies an update; see the key of muon"""
-
-    def for_gpu(self) -> Self:
-        """Return the table with what its "auto" means on a GPU."""
-        return resolve_dtype(self)
-
-    def options(self, device: torch.device) -> dict[str, Any]:
-        """Return the optimizer's options for groups of matrices."""
-        options = super().options(device)
-        word = options.pop("orthogonalize_dtype")
-        return {**options, "multiplies_in_bf16": is_bf16(word, device)}
-
-    def warnings(self) -> Iterator[str]:
-        """Yield what is likely to be a mistake."""
-        yield from warn_of_rate(self.lr, self.scale)
 
 
 @optimizers.register
-class MuonH(OrthogonalConfig):
+class Dion2(ScaledConfig):
+    """Muon of a share of the rows or columns of each matrix in a step (arXiv:2512.16928)."""
+
+    implementation = "dion2:Dion2Optimizer"
+    has_owned_state = True
+    sends_gradients = True
+    matrix_keys = frozenset({"momentum"})
+    group_keys = MatrixConfig.group_keys | {"momentum"}
+
+    name: Literal["dion2"] = "dion2"
+    fraction: Annotated[float, Field(gt=0, le=1)] = 0.25
+    """share of the rows, or of the columns where these are fewer, that a step orthogonalizes"""
+    momentum: Decay = 0.95
+    """decay, in the sum of the gradients of a matrix, of the rows or columns of this step"""
+
+
+@optimizers.register
+class MuonH(MomentumConfig):
     """Muon that keeps the norm of each matrix, "hyperball" (arXiv:2606.16899)."""
 
     implementation = "hyperball:MuonHOptimizer"
@@ -228,8 +252,8 @@ class MuonH(OrthogonalConfig):
     """peak learning rate of matrices, as a share of their norms; the schedule multiplies it"""
     weight_decay: NonNegativeFloat = 0.1
     """decoupled weight decay of parameters that are no matrices; matrices keep their norms"""
-    adamw: AdamWKeys = Field(default={"lr": 3e-4}, validate_default=True)
-    """AdamW's keys for embeddings, heads, norms and biases; here the default of lr is 3e-4"""
+    adamw: HyperballAdamWKeys = DEFAULTS
+    """AdamW's keys for embeddings, heads, norms and biases"""
 
 
 @optimizers.register
@@ -248,5 +272,5 @@ class AdamH(MatrixConfig):
     """for matrices, decay of the running means of the gradient and of its square"""
     eps: PositiveFloat = 1e-8
     """added to the denominator of the directions of matrices"""
-    adamw: AdamWKeys = Field(default={"lr": 3e-4}, validate_default=True)
-    """AdamW's keys for embeddings, heads, norms and biases; here the default of lr is 3e-4"""
+    adamw: HyperballAdamWKeys = DEFAULTS
+    """AdamW's keys for embeddings, heads, norms and biases"""

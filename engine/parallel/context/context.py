@@ -29,7 +29,7 @@ from ...data.batch import Batch
 from ..axis import AxisParts, LocalParts, LocalRank, SplitSettings
 from ..collectives import all_gather, all_gather_no_grad, all_reduce_no_grad
 from ..mesh import AXES
-from .ring import ring_attention
+from .ring import ring_attention, ring_largest_scores
 
 Attention = Callable[..., Tensor]
 
@@ -81,11 +81,18 @@ class ContextParallel(AxisParts):
         """Return kernels whose attention sees the keys and values of all ranks."""
         kernels = replace(kernels, sequence=SplitSequence(self.ranks, self.rank, self.group))
         if self.in_ring:
-            attention = partial(ring_attention, kernel=kernels.partial_attention, group=self.group)
-            return replace(kernels, attention=attention, attention_mask=self._documents)
+            return replace(
+                kernels,
+                attention=partial(
+                    ring_attention, kernel=kernels.partial_attention, group=self.group
+                ),
+                largest_scores=partial(ring_largest_scores, group=self.group),
+                attention_mask=self._documents,
+            )
         return replace(
             kernels,
             attention=partial(self._attend, kernels.attention),
+            largest_scores=partial(self._attend, kernels.largest_scores),
             attention_mask=partial(self._mask, kernels.attention_mask),
         )
 

@@ -47,6 +47,9 @@ def check_federation(recipe: Recipe) -> Iterator[Finding]:
     if table.client_optimizer == "aggregate" and recipe.optimizer.has_state_in_int8:
         message = '"int8" is unsupported with federation.client_optimizer = "aggregate"'
         yield ("optimizer", "state_dtype"), message, 'take "bf16" or "fp32"'
+    if recipe.optimizer.has_owned_state and table.client_optimizer == "aggregate":
+        message = f'a mean of the states of "{recipe.optimizer.name}" is no state'
+        yield ("federation", "client_optimizer"), message, '"keep" or "reset" the states'
     for index, source in enumerate(recipe.data.sources):
         if getattr(source, "streaming", False):
             where = ("data", "sources", index, "streaming")

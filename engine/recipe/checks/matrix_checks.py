@@ -40,8 +40,26 @@ def check_matrices(recipe: Recipe) -> Iterator[Finding]:
     if names and not matrices:
         message = f'the model "{config.name}" has no matrices beside its embeddings and head'
         yield ("optimizer", "name"), message, 'take "adamw"'
+    if optimizer.bounds_scores:
+        yield from _check_scores(recipe)
     if names and matrices:
         yield from _check_groups(recipe, names, matrices)
+
+
+def _check_scores(recipe: Recipe) -> Iterator[Finding]:
+    """Yield why attention scores cannot be bounded by shrinking queries and keys."""
+    name, key = recipe.optimizer.name, ("optimizer", "name")
+    config = recipe.model.with_vocab(1)
+    hint = 'take "muon"'
+    if not config.attention_rows():
+        yield key, f'the model "{config.name}" does not say which rows belong to which head', hint
+    elif config.normalises_heads:
+        message = (
+            f'"{name}" shrinks queries and keys, and the model "{config.name}" normalises them'
+        )
+        yield key, f"{message}: their norms (QK norm) bound the scores already", hint
+    elif recipe.lora.rank:
+        yield key, f'"{name}" shrinks whole projections, and adapters leave them frozen', hint
 
 
 def _check_groups(recipe: Recipe, names: list[str], matrices: set[str]) -> Iterator[Finding]:
