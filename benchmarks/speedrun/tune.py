@@ -16,8 +16,8 @@ TRIALS, WIDE_TRIALS = 8, 5
 FIRST_LENGTH = 160
 SEED = 1000
 """seed of every trial; the seeds of the race are others"""
-MARGIN = 10
-"""steps of a stored run beyond those of the best trial, for seeds that take longer"""
+MARGIN = 1.2
+"""length of a stored run, in steps of the best trial: other seeds may take longer"""
 SPACES = tomli.loads((Path(__file__).parent / "spaces.toml").read_text())
 TRIED = Path(__file__).parents[1] / "results/speedrun_tuning.jsonl"
 
@@ -76,11 +76,16 @@ def tune(row: str) -> None:
         print(f"{row} {len(trials) + 1}/{TRIALS}: {outcome} {values}", flush=True)
 
 
+def stored_length(best: Trial) -> int:
+    """Return the steps of the runs with the values of a trial."""
+    return round(MARGIN * (best["steps"] or best["length"]))
+
+
 def store(row: str) -> None:
     """Write the values of a row's best trial, and a length for it, into the row's recipe."""
     file = RECIPES / f"{row}.toml"
     recipe, best = tomli.loads(file.read_text()), best_of(tried(row)[:TRIALS])
-    found = {"run.steps": (best["steps"] or best["length"]) + MARGIN, **best["values"]}
+    found = {"run.steps": stored_length(best), **best["values"]}
     for key, value in found.items():
         *path, leaf = key.split(".")
         table = recipe
