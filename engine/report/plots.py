@@ -96,7 +96,7 @@ _PLOTS = (
     Plot("Loss with regularisers", _LEARNING, (Curve("train", "total_loss"),)),
     Plot("Learning rate", _OPTIMIZATION, (Curve("train", "lr"),)),
     Plot("Gradient norm", _OPTIMIZATION, (Curve("train", "grad_norm"),)),
-    Plot("Loss of rounds", _ROUNDS, (Curve("round", "loss"), Curve("eval", "loss"))),
+    Plot("Loss of rounds", _ROUNDS, (Curve("round", "loss"),)),
     Plot("Pseudo-gradient norm", _ROUNDS, (Curve("round", "pseudo_gradient_norm"),)),
     Plot("Noise scale of pseudo-gradients", _ROUNDS, (Curve("round", "noise_scale"),), "clients"),
     Plot(
