@@ -1,6 +1,7 @@
 """Rounds that are validated, edited, branched, pruned and exported with moments."""
 
 import json
+import time
 
 import pytest
 import torch
@@ -123,7 +124,11 @@ def test_status_names_each_clients_newest_round(command, federate, tmp_path):
 def test_a_run_is_stopped_between_two_rounds(command, federate, tmp_path):
     settings = {"federation__rounds": 400}
     run = start(tmp_path, "stopped", settings)
+    metrics = tmp_path / "runs/stopped/metrics.jsonl"
     try:
+        while not (metrics.exists() and '"round"' in metrics.read_text()):
+            assert run.poll() is None, "ended before its first round did"
+            time.sleep(0.05)
         code, out, errors = command("federate", "stop", tmp_path / "runs" / "stopped")
         assert code == 0, errors
         assert "has stopped" in out
