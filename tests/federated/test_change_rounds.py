@@ -126,7 +126,7 @@ def test_a_run_is_stopped_between_two_rounds(command, federate, tmp_path):
     run = start(tmp_path, "stopped", settings)
     metrics = tmp_path / "runs/stopped/metrics.jsonl"
     try:
-        while not (metrics.exists() and '"round"' in metrics.read_text()):
+        while not (metrics.exists() and '"kind": "round"' in metrics.read_text()):
             assert run.poll() is None, "ended before its first round did"
             time.sleep(0.05)
         code, out, errors = command("federate", "stop", tmp_path / "runs" / "stopped")
