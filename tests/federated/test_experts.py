@@ -120,6 +120,7 @@ def test_experts_that_are_not_held_keep_their_global_values(federate, watched):
             assert torch.equal(tensor, watched[third][0][name]), name
 
 
+@pytest.mark.matrix
 def test_a_run_with_random_experts_resumes(federate, command, tmp_path):
     (tmp_path / "recipe.toml").write_text(MOE)
     settings = {"federation__experts__assignment": "random", "federation__experts__overlap": 2.0,

@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 
+from tests.cases import also
 from tests.federated.conftest import assert_equal, rows, tensors
 from trainer.engine.core.errors import RecipeError
 from trainer.engine.federated.carriers import local_carrier
@@ -95,7 +96,7 @@ def test_a_client_continues_with_its_own_weights_and_mixes_what_arrives(federate
         torch.testing.assert_close(after[name].double(), expected, rtol=0, atol=1e-7)
 
 
-@pytest.mark.parametrize("compression", ["none", "int8"])
+@pytest.mark.parametrize("compression", [*also("none"), "int8"])
 def test_a_run_with_fragments_resumes(federate, compression):
     settings = {
         "federation__fragments__count": 2,

@@ -98,6 +98,7 @@ def test_weights_and_state_of_any_placement_are_those_of_one_process():
 PLANS = [["--set", "parallel.shard=2"], ["--set", "parallel.tensor=2"], []]
 
 
+@pytest.mark.matrix
 def test_a_run_resumes_under_any_plan(tmp_path):
     """To the bit on the same ranks, and to rounding on others."""
     plans = {"through": [PLANS[0]] * 1, "resumed": [PLANS[0]] * 2, "moved": PLANS}
