@@ -159,26 +159,26 @@ class AnswerTask(TextTask):
         places = batch.context_start, batch.lengths
         return find_spans(record.outputs, *places, self.max_answer_tokens)
 
-    def record(self, batch: TextBatch) -> AnswerRecord:
+    def record(self, batch: TextBatch) -> SpanRecord:
         """Return the criterion of scores of positions, [B, 2, S]; padding is no answer."""
         if lengths := batch.ragged:
 
             def pad_scores(x: Tensor) -> Tensor:
                 return pad_samples(x[0], lengths, -torch.inf).transpose(1, 2)
 
-            return AnswerRecord(self, batch, pad_scores)
+            return SpanRecord(self, batch, pad_scores)
         is_padding = batch.position_of_each >= batch.lengths.unsqueeze(1)
 
         def score_positions(x: Tensor) -> Tensor:
             return x.transpose(1, 2).masked_fill(is_padding.unsqueeze(1), -torch.inf)
 
-        return AnswerRecord(self, batch, score_positions)
+        return SpanRecord(self, batch, score_positions)
 
     def _empty_labels(self, shape: tuple[int, int]) -> Tensor:
         return torch.zeros(shape[0], 2, dtype=torch.int64)
 
 
-class AnswerRecord(CriterionRecord):
+class SpanRecord(CriterionRecord):
     """The criterion of both ends of answers, which knows the texts of answers.
 
     Args:

@@ -46,6 +46,8 @@ DESCRIPTIONS = {
     "power": "power of the variance: 0 normal, 1 Poisson, 2 gamma",
     "ratio": "ratio of the resolutions of high and low",
     "reduction": "how samples are averaged",
+    "segmentation.average": 'of each map; "micro": of all classes together; "macro": the mean over '
+    'classes; "weighted": by size of the class; "none": a number for each class',
     "scale_invariant": "scale the targets to the predictions",
     "sigma_n_sq": "variance of the noise of seeing",
     "squared": "square the error; false takes the root, or no square",
@@ -215,7 +217,8 @@ def __getattr__(name: str) -> type[LibraryMetric]:
     fields: dict[str, Any] = {"name": (Literal[name], name)}
     for key, value in row["keys"].items():
         default = value.get("default", ...)
-        fields[key] = (_type(key, value, row), Field(default, description=DESCRIPTIONS[key]))
+        description = DESCRIPTIONS.get(f"{row['package']}.{key}") or DESCRIPTIONS[key]
+        fields[key] = (_type(key, value, row), Field(default, description=description))
     kinds = row["kinds"]
     config = create_model(name, __base__=LibraryMetric, __module__=__name__, **fields)
     config.__doc__ = f"`{name}` of torchmetrics, for {list_words(kinds)} outputs."

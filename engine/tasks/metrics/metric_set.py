@@ -15,8 +15,8 @@ from ....kernels.summation import sum_dtype
 from ...core.errors import DataError
 from .gather import SampleRows
 from .meters import MeanMeters
+from .metric_numbers import find_ignored, name_numbers, weigh
 from .missing import measure_given
-from .numbers import find_ignored, name_numbers, weigh
 from .sample_means import SampleMeans
 from .tables import MISSING, MetricConfig, Outputs
 

@@ -2,6 +2,7 @@
 
 import math
 import os
+import sys
 import warnings
 
 import numpy as np
@@ -10,9 +11,13 @@ import torch
 from torchmetrics.functional import segmentation
 
 from tests.distributed import run_ranks
+from trainer.engine.assemble.assemble import assemble
 from trainer.engine.core.errors import DataError
+from trainer.engine.launch.environment import World
+from trainer.engine.recipe.load import load_recipe
 from trainer.engine.tasks.metrics.metric_set import MetricSet
 from trainer.engine.tasks.metrics.tables import Outputs, metrics
+from trainer.engine.train.evaluate import validate
 
 CPU = torch.device("cpu")
 CLASSES = 4
@@ -28,6 +33,7 @@ TABLES = {
     "weighted": {"name": "dice_score", "average": "weighted"},
     "each": {"name": "dice_score", "average": "none", "include_background": False},
     "generalized_dice_score": {},
+    "linear": {"name": "generalized_dice_score", "weight_type": "linear", "per_class": True},
     "simple": {"name": "generalized_dice_score", "weight_type": "simple"},
 }
 
@@ -88,7 +94,8 @@ def test_means_over_maps_are_those_of_torchmetrics():
         (maps()[0].argmax(-1) == maps()[1]).double().mean().item()
     )
     assert found == pytest.approx(wanted, rel=1e-6)
-    assert len(set(wanted.values())) == len(wanted)
+    scalars = [value for key, value in wanted.items() if "/" not in key]
+    assert len(set(scalars)) == len(scalars) == 7
 
 
 @pytest.mark.matrix
@@ -164,3 +171,101 @@ def test_tasks_without_maps_refuse_means_over_maps():
         '"mean_iou" needs a map of classes in each sample, not one class',
     )
     assert not list(config.mismatches(MAPS))
+
+
+PLUGIN = """
+from typing import Literal
+
+import numpy as np
+import torch
+
+from trainer.plugins import DatasetSource, Model, ModelConfig, models, sources
+
+
+class Spots:
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        image = np.random.default_rng(index).normal(size=(2, 5, 6)).astype(np.float32)
+        return {"image": image, "labels": (image[0] > 0.5).astype(np.int64)}
+
+
+@sources.register
+class SpotsSource(DatasetSource):
+    name: Literal["spots_of_maps"] = "spots_of_maps"
+
+    def build(self, split):
+        return Spots()
+
+
+class Pixels(Model):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Conv2d(2, 3, 3, padding=1)
+
+    def forward(self, image):
+        return self.layer(image)
+
+
+@models.register
+class PixelsConfig(ModelConfig):
+    name: Literal["pixels_of_maps"] = "pixels_of_maps"
+
+    def build(self, kernels):
+        return Pixels()
+"""
+RECIPE = """
+[run]
+steps = 1
+[task]
+name = "supervised"
+class_dim = 1
+[plugins]
+modules = ["maps_plugin"]
+[model]
+name = "pixels_of_maps"
+[data]
+global_batch = 4
+micro_batch = 4
+[[data.sources]]
+name = "spots_of_maps"
+[[data.sources]]
+name = "spots_of_maps"
+split = "validation"
+[schedule]
+name = "constant"
+[precision]
+compute = "fp32"
+[evaluate]
+steps = 0
+[[evaluate.metrics]]
+name = "mean_iou"
+per_class = true
+"""
+
+
+@pytest.mark.usefixtures("forgotten_plugins")
+def test_modules_that_give_classes_first_are_measured(tmp_path, monkeypatch):
+    (tmp_path / "maps_plugin.py").write_text(PLUGIN)
+    (tmp_path / "r.toml").write_text(RECIPE)
+    monkeypatch.syspath_prepend(tmp_path)
+    recipe = load_recipe(tmp_path / "r.toml", []).recipe
+    del sys.modules["maps_plugin"]
+    parts = assemble(recipe, World(rank=0, world_size=1, local_rank=0, local_world_size=1), CPU)
+    found = validate(parts)
+    dataset = recipe.data.sources[1].build("validation")
+    samples = [dataset[index] for index in range(len(dataset))]
+    images, labels = (
+        torch.from_numpy(np.stack([each[name] for each in samples])) for name in ("image", "labels")
+    )
+    with torch.no_grad():
+        logits = parts.model(images)
+    assert logits.shape == (10, 3, 5, 6)
+    loss = torch.nn.functional.cross_entropy(logits, labels)
+    values = segmentation.mean_iou(
+        logits.argmax(1), labels, 3, per_class=True, input_format="index"
+    )
+    mean = values.masked_fill(values == -1, math.nan).nanmean(0).tolist()
+    right = {f"mean_iou/{name}": pytest.approx(x, rel=1e-5) for name, x in enumerate(mean)}
+    assert found == {"loss": pytest.approx(loss.item(), rel=1e-5), **right}

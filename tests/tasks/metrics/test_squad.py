@@ -2,13 +2,16 @@
 
 import math
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torchmetrics.functional.text import squad
 
+import trainer
 from tests.distributed import run_ranks
+from tests.train.plans import assembled
 from trainer.engine.core.errors import RecipeError
 from trainer.engine.data.tables import Data
 from trainer.engine.recipe.load import load_recipe
@@ -18,6 +21,7 @@ from trainer.engine.tasks.metrics.metric_set import MetricSet
 from trainer.engine.tasks.metrics.tables import Outputs, metrics
 from trainer.engine.tasks.tables import TaskSettings, losses, tasks
 from trainer.engine.tokenizers.byte_tokenizer import ByteTokenizer
+from trainer.engine.train.evaluate import validate
 from trainer.kernels.choose import choose
 
 CPU = torch.device("cpu")
@@ -174,3 +178,36 @@ def test_what_answers_have_no_number_for_is_named(text, message, tmp_path):
     with pytest.raises(RecipeError) as error:
         load(tmp_path, text)
     assert message in error.value.render()
+
+
+RECIPE = Path(trainer.__file__).parent.resolve() / "recipes" / "question_answering_debug.toml"
+SETTINGS = [
+    "evaluate.steps=0",
+    "evaluate.metrics=[{name='squad'}]",
+    'precision.compute="fp32"',
+    "data.validation_fraction=0.3",
+    "data.micro_batch=4",
+]
+
+
+def numbers(plans, folder):
+    """Return the numbers of a model with its initial weights under several plans."""
+    found = []
+    for plan in plans:
+        settings = [*SETTINGS, f'data.cache_dir="{folder}"', *plan]
+        recipe = load_recipe(RECIPE, settings, world=int(os.environ["WORLD_SIZE"])).recipe
+        found.append(validate(assembled(recipe)))
+    return found
+
+
+@pytest.mark.matrix
+def test_validations_have_the_same_answers_under_any_plan(tmp_path):
+    ragged = ['data.packing="ragged"']
+    plain, flat = run_ranks(1, numbers, [[], ragged], tmp_path, timeout=200)[0]
+    assert plain["squad/f1"] > 1
+    assert flat == pytest.approx(plain, rel=1e-3)
+    plans = [[], ragged, ["parallel.tensor=2"]]
+    plans.append(["parallel.pipeline=2", "parallel.pipelining.micro_batches=2"])
+    for found in run_ranks(2, numbers, plans, tmp_path, timeout=200):
+        for values in found:
+            assert values == pytest.approx(plain, rel=1e-3)
