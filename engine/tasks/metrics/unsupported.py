@@ -31,7 +31,7 @@ _NEEDS: dict[str, Sequence[str]] = {
         "retrieval_precision_recall_curve", "retrieval_r_precision", "retrieval_recall",
         "retrieval_reciprocal_rank",
     ),
-    "each class in each map, because torchmetrics finds no distance of a class that is missing": (
+    "every class in every map (torchmetrics fails where one is missing)": (
         "hausdorff_distance",
     ),
     "maps of classes and instances": ("modified_panoptic_quality", "panoptic_quality"),

@@ -269,3 +269,10 @@ def test_modules_that_give_classes_first_are_measured(tmp_path, monkeypatch):
     mean = values.masked_fill(values == -1, math.nan).nanmean(0).tolist()
     right = {f"mean_iou/{name}": pytest.approx(x, rel=1e-5) for name, x in enumerate(mean)}
     assert found == {"loss": pytest.approx(loss.item(), rel=1e-5), **right}
+    split = parts.splits[0]
+    batch = next(iter(split.batches))
+    kept = split.task.output_record(batch)
+    with torch.no_grad():
+        split.task.forward(parts.model, batch, kept)
+    rows = split.task.predict(batch, kept, recipe.task.outputs(recipe.loss))
+    assert [row["label"] for row in rows] == logits[: len(rows)].argmax(1).tolist()
