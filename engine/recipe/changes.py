@@ -50,6 +50,9 @@ FREE = (
 )
 """Keys, with all below them, that cannot change what is trained."""
 
+MEASURING = ("evaluate", "task.max_answer_tokens")
+"""Keys on which the score depends, which some schedules follow."""
+
 WITHOUT_SCORE = ("evaluate.patience", "evaluate.min_delta")
 """Keys of `[evaluate]` that change neither the score nor when it is measured."""
 
@@ -92,7 +95,7 @@ def compare(
     if not schedule.depends_on_total and not at_end:
         free |= {"run.steps", "run.epochs", "federation.rounds"}
     if schedule.follows_score:
-        free = free - {"evaluate"} | {*WITHOUT_SCORE}
+        free = free - {*MEASURING} | {*WITHOUT_SCORE}
     free |= {*allowed}
     return [
         (key, before.get(key), after.get(key))
@@ -106,7 +109,7 @@ def compare(
 
 def resume_policy(key: str) -> str:
     """Return in words whether a resumed run may change a key, such as `data.sources.0.weight`."""
-    if _covered(key, ["evaluate"]) and not _covered(key, WITHOUT_SCORE):
+    if _covered(key, MEASURING) and not _covered(key, WITHOUT_SCORE):
         return "may change, except under a schedule that follows the score, such as plateau"
     if _covered(key, FREE) or FREE_IN_LISTS.fullmatch(key):
         return "may change"

@@ -11,13 +11,15 @@ from numpy.typing import NDArray
 from ..data.batch import IGNORED
 from ..data.collate import Arrays, Sample, pad_arrays
 from ..sources.chat_answers import answer_names
+from .encode_answers import SEPARATOR
 
 
 def collate_texts(samples: Sequence[Sample], length: int, eos_id: int) -> Arrays:
     """Return the arrays of texts that have one label each.
 
     Args:
-        samples: `tokens` [T], `labels` (a number, or as many for each sample), and other numbers.
+        samples: `tokens` [T], `labels` (a number, or as many for each sample), other numbers, and
+            `answers` [L], the bytes of texts, if there are such.
         length: the number of positions of a row.
         eos_id: the token of padding.
 
@@ -26,7 +28,10 @@ def collate_texts(samples: Sequence[Sample], length: int, eos_id: int) -> Arrays
         or [B, C].
     """
     arrays = pad_texts([sample["tokens"] for sample in samples], length, eos_id)
-    others = [name for name in samples[0] if name != "tokens"]
+    others = [name for name in samples[0] if name not in ("tokens", "answers")]
+    if "answers" in samples[0]:
+        answers = [sample["answers"] for sample in samples]
+        arrays["answers"] = pad_arrays(answers, max(map(len, answers)), SEPARATOR, np.uint8)
     return arrays | {name: np.stack([sample[name] for sample in samples]) for name in others}
 
 

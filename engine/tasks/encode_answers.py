@@ -30,6 +30,9 @@ from .encode_texts import (
     truncate_text,
 )
 
+SEPARATOR = 0xFF
+"""the byte after each text of several; UTF-8 has no such byte"""
+
 
 def make_question_encoding(tokenizer: Tokenizer, *, is_labelled: bool = True) -> RecordEncoding:
     """Return the encoding of questions about texts; see `encode_question`.
@@ -44,7 +47,7 @@ def make_question_encoding(tokenizer: Tokenizer, *, is_labelled: bool = True) ->
     require_offsets(tokenizer)
     fields = ("question", "context", "answers") if is_labelled else ("question", "context")
     encode = partial(encode_question, tokenizer=tokenizer)
-    return RecordEncoding(fields, encode, "question", count_tokens, truncate_question)
+    return RecordEncoding(fields, encode, "question answers", count_tokens, truncate_question)
 
 
 def make_preference_encoding(tokenizer: Tokenizer) -> RecordEncoding:
@@ -71,13 +74,14 @@ def encode_question(values: Values, tokenizer: Tokenizer) -> Arrays:
     Args:
         values: `question`, `context`, and `answers`, unless they are to be predicted: `text` and
             `answer_start`, the index of its first character in the context; each a list or one
-            value, or a list of such pairs. The first answer is learned; a question without answers
-            has the end-of-document token as its answer, which the whole context precedes.
+            value, or a list of such pairs. The first answer is learned, and all are right; a
+            question without answers has the end-of-document token as its answer, which the whole
+            context precedes.
         tokenizer: a tokenizer that gives offsets.
 
     Returns:
-        `tokens` [T] int32, `context_start`, the first token of the context, and `labels` [2] int64:
-        the first and the last token of the answer.
+        `tokens` [T] int32, `context_start`, the first token of the context, `labels` [2] int64:
+        the first and the last token of the answer, and `answers`, see `encode_answer_texts`.
     """
     question, context = require_text(values, "question"), require_text(values, "context")
     ids, offsets = encode_with_offsets(tokenizer, f"{question}\n{context}")
@@ -99,7 +103,34 @@ def encode_question(values: Values, tokenizer: Tokenizer) -> Arrays:
                 f"{found[:60]!r}"
             )
         span = find_span(offsets, before + start, before + start + len(text))
-    return {**arrays, "labels": np.array(span, dtype=np.int64)}
+    answers = encode_answer_texts(values["answers"])
+    return {**arrays, "labels": np.array(span, dtype=np.int64), "answers": answers}
+
+
+def encode_answer_texts(answers: Any) -> NDArray[np.uint8]:
+    """Return the texts of all answers in UTF-8, each once and with `SEPARATOR` after it, [L]."""
+    pairs = answers if isinstance(answers, list) else [answers]
+    texts: list[str] = []
+    for pair in pairs:
+        if not isinstance(pair, Mapping):
+            raise ValueError(f'"answers" has {json_kind(pair)}, expected text and answer_start')
+        text = require_field(pair, "text")
+        texts += text if isinstance(text, list) else [text]
+    for text in texts:
+        if not isinstance(text, str):
+            raise ValueError(f'"answers" has {json_kind(text)}, expected a text')
+    separator = bytes([SEPARATOR])
+    joined = b"".join(text.encode("utf-8") + separator for text in dict.fromkeys(texts))
+    return np.frombuffer(joined, dtype=np.uint8)
+
+
+def decode_answer_texts(codes: bytes) -> list[str]:
+    """Return the texts of `encode_answer_texts`, which more separators may follow.
+
+    A question without an answer has the empty text, as SQuAD 2 scores it.
+    """
+    texts = codes.rstrip(bytes([SEPARATOR]))
+    return [each.decode("utf-8") for each in texts.split(bytes([SEPARATOR]))]
 
 
 def find_span(offsets: NDArray[np.int64], start: int, stop: int) -> tuple[int, int]:

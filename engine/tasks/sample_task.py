@@ -49,7 +49,7 @@ class CriterionRecord(LossRecord):
         """Return the sum of each term, [K]."""
         return minimized.detach()
 
-    def predictions(self) -> tuple[Tensor, Tensor] | None:
+    def predictions(self) -> tuple[Any, Any] | None:
         """Return the outputs and the field that the criterion compares them with."""
         target = self._fields.get(self._criterion.target)
         if target is None or not isinstance(self.outputs, Tensor):

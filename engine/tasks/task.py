@@ -46,8 +46,10 @@ class LossRecord(ABC):
             minimized: what the forward pass returned.
         """
 
-    def predictions(self) -> tuple[Tensor, Tensor] | None:
+    def predictions(self) -> tuple[Any, Any] | None:
         """Return what metrics compare: outputs of the model and targets, one row a sample.
+
+        They are tensors, or, of the kind "answer" of `Outputs`, texts.
 
         Samples that only fill up a batch are left out. None: the task has no such pair.
         """

@@ -87,7 +87,8 @@ class Evaluate(Table):
     @property
     def follows_task(self) -> bool:
         """Whether the metric is a score of one of the harness's tasks."""
-        return bool(self.harness.tasks) and "/" in self.score_key
+        is_task = bool(self.harness.tasks) and "/" in self.score_key
+        return is_task and not any(map(self._is_followed, self.metrics))
 
     @property
     def follows_validation(self) -> bool:
@@ -116,8 +117,11 @@ class Evaluate(Table):
         """Whether a higher value of the metric is better."""
         if self.direction is not None:
             return self.direction == "max"
-        own = (each for each in self.metrics if each.row_key == self.number_key)
-        return any(each.higher_is_better for each in own)
+        return any(each.higher_is_better for each in self.metrics if self._is_followed(each))
+
+    def _is_followed(self, metric: MetricConfig) -> bool:
+        # One of several numbers has the name KEY/NUMBER.
+        return self.number_key == metric.row_key or self.number_key.startswith(f"{metric.row_key}/")
 
 
 class Nesterov(Table):

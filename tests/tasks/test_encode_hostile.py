@@ -79,7 +79,7 @@ TEXT = ("tokens", "prompt", "chosen", "rejected")
 def require_arrays(task, sample, tokenizer):
     for array in sample.values():
         assert array.ndim <= 1
-        assert array.dtype in (np.int32, np.int64, np.float32)
+        assert array.dtype in (np.int32, np.int64, np.float32, np.uint8)
     if "tokens" in sample:
         assert sample["tokens"][-1] == tokenizer.eos_id
     if task == "tokens":

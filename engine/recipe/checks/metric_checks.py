@@ -23,7 +23,7 @@ def check_metrics(recipe: Recipe) -> Iterator[Finding]:
     yield from _tasks(recipe) if recipe.evaluate.harness.tasks else ()
     yield from _schedule(recipe) if recipe.schedule.follows_score else ()
     table, scores = recipe.evaluate, recipe.task.scores
-    known = {**scores, **{each.row_key: each.higher_is_better for each in table.metrics}}
+    known = {**scores, **dict(_numbers(recipe))}
     if table.follows_task:  # which scores a task has only the harness knows
         known[table.score_key] = None
     if table.number_key not in known:
@@ -72,6 +72,16 @@ def _splits(recipe: Recipe) -> Iterator[Finding]:
                 yield where, "the samples of an evaluation are read whole", "leave streaming out"
 
 
+def _numbers(recipe: Recipe) -> Iterator[tuple[str, bool | None]]:
+    """Yield what evaluate.metric can name, KEY, or KEY/NUMBER of means, and if more is better."""
+    outputs = recipe.task.outputs(recipe.loss)
+    for config in recipe.evaluate.metrics:
+        yield config.row_key, config.higher_is_better
+        if config.is_sample_mean and outputs is not None:
+            for name in config.numbers(outputs):
+                yield f"{config.row_key}/{name}", config.higher_is_better
+
+
 def _measures(recipe: Recipe) -> Iterator[Finding]:
     outputs, taken = recipe.task.outputs(recipe.loss), {*RESERVED, *recipe.task.scores}
     for index, config in enumerate(recipe.evaluate.metrics):
@@ -91,5 +101,8 @@ def _measures(recipe: Recipe) -> Iterator[Finding]:
             yield (*path, "key"), message, "give the metric another key"
         elif config.row_key == recipe.evaluate.number_key and not config.is_scalar(outputs):
             message = f"{config.row_key} is several numbers, and evaluate.metric must be one"
-            yield (*path, "name"), message, "give the metric another average, or a key of its own"
+            hint = "give the metric another average, or a key of its own"
+            if config.is_sample_mean:
+                hint = f'name one, such as "{config.row_key}/{config.numbers(outputs)[-1]}"'
+            yield (*path, "name"), message, hint
         taken.add(config.row_key)

@@ -27,6 +27,7 @@ class TextBatch(Batch):
         labels: [B] int64 or [B, C] fp32, of texts. None: they are to be predicted.
         padding_mask: [B, S] bool; True at filler. None: the model does not ask.
         context_start: [B] int64; where the context of a question begins.
+        answers: [B, L] uint8; the texts that answer a question, see `encode_answer_texts`.
         positions: [B, S] int64; the position of each token in the whole text, where ranks share a
             text. None: they are not.
         is_valid: [B] bool; False for a text that only fills up the last batch of a validation.
@@ -44,6 +45,7 @@ class TextBatch(Batch):
     labels: Tensor | None = None
     padding_mask: Tensor | None = None
     context_start: Tensor | None = None
+    answers: Tensor | None = None
     positions: Tensor | None = None
     is_valid: Tensor | None = None
     sources: Tensor | None = None

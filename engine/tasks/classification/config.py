@@ -68,10 +68,10 @@ class HeadTask(TaskConfig):
             loss=settings.loss.build_criterion(),
             data=settings.data,
             head=self.head(),
-            **self.settings(),
+            **self.settings(settings.tokenizer),
         )
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self, tokenizer: Tokenizer | None) -> dict[str, Any]:
         """Return the further fields of the task's class."""
         return {}
 
@@ -194,11 +194,15 @@ class QuestionAnswering(HeadTask):
 
     name: Literal["question_answering"] = "question_answering"
     max_answer_tokens: Count = 30
-    """tokens of the longest answer that `trainer infer` gives"""
+    """tokens of the longest answer that `trainer infer` gives and metrics measure"""
 
-    def settings(self) -> dict[str, Any]:
-        """Return the length of the longest answer."""
-        return {"max_answer_tokens": self.max_answer_tokens}
+    def settings(self, tokenizer: Tokenizer | None) -> dict[str, Any]:
+        """Return the length of the longest answer, and what decodes it."""
+        return {"max_answer_tokens": self.max_answer_tokens, "tokenizer": tokenizer}
+
+    def outputs(self, loss: LossConfig) -> Outputs | None:
+        """Return the texts of answers."""
+        return Outputs("answer")
 
     def head(self) -> HeadSettings:
         """Return a layer of two outputs with bias, as transformers' models have it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -12,8 +13,10 @@ from ....kernels.ragged.lengths import SampleLengths
 from ....kernels.ragged.samples import last_of_sample, pad_samples
 from ....model_zoo.heads import HeadSettings
 from ...data.batch import IGNORED, Batch
+from ...tokenizers.tokenizer import Tokenizer
 from ..criteria import Fields
 from ..dropout import find_dropout_keys
+from ..encode_answers import decode_answer_texts
 from ..metrics.tables import Outputs
 from ..outputs import KeptOutputs
 from ..predictions import find_spans, name_classes
@@ -134,9 +137,11 @@ class AnswerTask(TextTask):
 
     Attributes:
         max_answer_tokens: the longest answer that is predicted.
+        tokenizer: decodes answers, for metrics; None: there are no metrics.
     """
 
     max_answer_tokens: int
+    tokenizer: Tokenizer | None = None
 
     def fields(self, batch: TextBatch) -> Fields:
         """Return the two ends of each answer as classes, [B, 2]."""
@@ -154,23 +159,69 @@ class AnswerTask(TextTask):
         places = batch.context_start, batch.lengths
         return find_spans(record.outputs, *places, self.max_answer_tokens)
 
-    def record(self, batch: TextBatch) -> CriterionRecord:
+    def record(self, batch: TextBatch) -> SpanRecord:
         """Return the criterion of scores of positions, [B, 2, S]; padding is no answer."""
         if lengths := batch.ragged:
 
             def pad_scores(x: Tensor) -> Tensor:
                 return pad_samples(x[0], lengths, -torch.inf).transpose(1, 2)
 
-            return CriterionRecord(self.loss, self.fields(batch), pad_scores)
+            return SpanRecord(self, batch, pad_scores)
         is_padding = batch.position_of_each >= batch.lengths.unsqueeze(1)
 
         def score_positions(x: Tensor) -> Tensor:
             return x.transpose(1, 2).masked_fill(is_padding.unsqueeze(1), -torch.inf)
 
-        return CriterionRecord(self.loss, self.fields(batch), score_positions)
+        return SpanRecord(self, batch, score_positions)
 
     def _empty_labels(self, shape: tuple[int, int]) -> Tensor:
         return torch.zeros(shape[0], 2, dtype=torch.int64)
+
+
+class SpanRecord(CriterionRecord):
+    """The criterion of both ends of answers, which knows the texts of answers.
+
+    Args:
+        task: the task.
+        batch: questions, whose `answers` are there if metrics ask for texts.
+        select: maps the outputs of the model to scores of positions, [B, 2, S].
+    """
+
+    def __init__(self, task: AnswerTask, batch: TextBatch, select: Callable[[Any], Any]) -> None:
+        super().__init__(task.loss, task.fields(batch), select)
+        self._task = task
+        self._batch = batch
+
+    def predictions(self) -> tuple[list[str | None], list[list[str]]] | None:
+        """Return the likeliest answer of each question, and all answers that are right.
+
+        The text of an answer is that of its tokens, "" if none is likelier. It is None for outputs
+        that are NaN.
+        """
+        batch, tokenizer = self._batch, self._task.tokenizer
+        if batch.answers is None or batch.context_start is None or tokenizer is None:
+            return None
+        scores = self.outputs.transpose(1, 2)
+        is_nan = scores.isnan().flatten(1).any(1).tolist()
+        spans = find_spans(scores, batch.context_start, batch.lengths, self._task.max_answer_tokens)
+        tokens = pad_samples(batch.tokens[0], batch.ragged) if batch.ragged else batch.tokens
+        rows = zip(
+            _counts_here(batch).tolist(),
+            is_nan,
+            spans,
+            tokens.tolist(),
+            batch.answers.cpu().numpy(),
+            strict=True,
+        )
+        texts: list[str | None] = []
+        answers = []
+        for is_counted, has_nan, found, ids, codes in rows:
+            if is_counted:
+                first, last = found["span"] or (0, -1)
+                text = tokenizer.decode(ids[first : last + 1]).strip()
+                texts.append(None if has_nan else text)
+                answers.append(decode_answer_texts(codes.tobytes()))
+        return texts, answers
 
 
 TASKS: dict[str, type[TextTask]] = {

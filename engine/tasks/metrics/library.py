@@ -21,6 +21,7 @@ DESCRIPTIONS = {
     "beta": "weight of recall against precision; above 1 favours recall",
     "block_size": "side of a block, in pixels",
     "bias_correction": "correct the bias of small samples",
+    "include_background": "count class 0 too",
     "data_range": "difference of the largest and least value, or the pair of them to clamp to",
     "filter_length": "taps of the distortion filter",
     "fpr_range": "least and largest false positive rate of the area",
@@ -40,10 +41,13 @@ DESCRIPTIONS = {
     "norm": "norm of the errors of bins",
     "normalization": "what the error is divided by",
     "normalize": "divide by the samples of each target, each prediction, or all",
+    "per_class": "a number for each class, over the maps that have it",
     "p": "exponent of the norm, at least 1",
     "power": "power of the variance: 0 normal, 1 Poisson, 2 gamma",
     "ratio": "ratio of the resolutions of high and low",
     "reduction": "how samples are averaged",
+    "segmentation.average": 'of each map; "micro": of all classes together; "macro": the mean over '
+    'classes; "weighted": by size of the class; "none": a number for each class',
     "scale_invariant": "scale the targets to the predictions",
     "sigma_n_sq": "variance of the noise of seeing",
     "squared": "square the error; false takes the root, or no square",
@@ -51,6 +55,7 @@ DESCRIPTIONS = {
     "thresholds": "number of thresholds, or a list of them, to save memory; default: exact",
     "top_k": "a sample is right if its class is among the k most probable",
     "variant": "variant of Kendall's tau",
+    "weight_type": "weight of a class: 1 / size^2, 1 / size, or 1",
     "weights": "weights of disagreements",
     "window_size": "side of the window, in pixels",
     "zero_division": "the value of 0 / 0",
@@ -104,6 +109,9 @@ _BY_TARGET = {
 _BY_OUTPUT = {"explained_variance", "r2_score", "relative_squared_error"}
 _CLASSES_NOT_SCORES = ("nominal", "clustering")
 _AVERAGES = {"average", "multioutput"}
+_MAPS = "segmentation"
+_NAMES = {"squad": ("exact_match", "f1")}
+"""names of the numbers of functions that return a dictionary"""
 
 
 class LibraryMetric(MetricConfig):
@@ -124,12 +132,27 @@ class LibraryMetric(MetricConfig):
     def is_scalar(self, outputs: Outputs) -> bool:
         """Return whether the function returns one number."""
         arguments = self.arguments(outputs)
+        if self.name in _NAMES or arguments.get("per_class"):
+            return False
         if outputs.kind == "regression" and self.is_by_output and outputs.num_classes > 1:
             return False
         # None is torchmetrics' other word for "none".
         return outputs.kind not in self.several and not any(
             arguments[key] in (None, "none", "raw_values") for key in _AVERAGES & arguments.keys()
         )
+
+    @property
+    def is_sample_mean(self) -> bool:
+        """Whether the function measures one sample, a map of classes or an answer."""
+        return self.package == _MAPS or self.name in _NAMES
+
+    def numbers(self, outputs: Outputs) -> Sequence[str]:
+        """Return the names of the numbers of a map or an answer."""
+        if self.name in _NAMES or self.is_scalar(outputs):
+            return _NAMES.get(self.name, ("",))
+        first = int(not getattr(self, "include_background", True))
+        labels = outputs.labels or range(outputs.num_classes or 2)
+        return [str(each) for each in labels[first:]]
 
     @property
     def missing(self) -> Literal["targets", "outputs", "samples"]:
@@ -160,6 +183,9 @@ class LibraryMetric(MetricConfig):
     def mismatches(self, outputs: Outputs) -> Iterator[tuple[str, str, str]]:
         """Yield what does not fit a task's outputs, keys without effect included."""
         yield from super().mismatches(outputs)
+        if self.package == _MAPS and outputs.kind in self.kinds and not outputs.may_be_maps:
+            message = f'"{self.name}" needs a map of classes in each sample, not one class'
+            yield "name", message, 'take one of single classes, such as "f1_score"'
         is_each = getattr(self, "average", "") not in ("", "micro")
         if is_each and not outputs.has_scores and self.uses_labels(outputs):
             # torchmetrics would make a table of all pairs of tokens.
@@ -191,7 +217,8 @@ def __getattr__(name: str) -> type[LibraryMetric]:
     fields: dict[str, Any] = {"name": (Literal[name], name)}
     for key, value in row["keys"].items():
         default = value.get("default", ...)
-        fields[key] = (_type(key, value, row), Field(default, description=DESCRIPTIONS[key]))
+        description = DESCRIPTIONS.get(f"{row['package']}.{key}") or DESCRIPTIONS[key]
+        fields[key] = (_type(key, value, row), Field(default, description=description))
     kinds = row["kinds"]
     config = create_model(name, __base__=LibraryMetric, __module__=__name__, **fields)
     config.__doc__ = f"`{name}` of torchmetrics, for {list_words(kinds)} outputs."

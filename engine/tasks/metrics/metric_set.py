@@ -5,16 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ....kernels.summation import sum_dtype, widen
+from ....kernels.summation import sum_dtype
 from ...core.errors import DataError
 from .gather import SampleRows
 from .meters import MeanMeters
+from .metric_numbers import find_ignored, name_numbers, weigh
 from .missing import measure_given
+from .sample_means import SampleMeans
 from .tables import MISSING, MetricConfig, Outputs
 
 MAX_CLASSES = 1024
@@ -56,21 +59,23 @@ class MetricSet:
     def _settle(self, outputs: Outputs) -> None:
         """Choose what is collected, once the number of classes is known."""
         self._outputs = outputs
-        self._functions = {each.row_key: each.build(outputs) for each in self._configs}
-        of_labels = {each.row_key: each.uses_labels(outputs) for each in self._configs}
+        self._means = SampleMeans(self._configs, outputs)
+        others = [each for each in self._configs if not each.is_sample_mean]
+        self._functions = {each.row_key: each.build(outputs) for each in others}
+        of_labels = {each.row_key: each.uses_labels(outputs) for each in others}
         self._needs_scores = not all(of_labels.values())
-        streamed = [each for each in self._configs if each.over == "batch"]
-        whole = [each for each in self._configs if each.over == "all"]
+        self._streamed = [each for each in others if each.over == "batch"]
+        whole = [each for each in others if each.over == "all"]
         self._of_labels = [each for each in whole if of_labels[each.row_key]]
         self._of_scores = [each for each in whole if not of_labels[each.row_key]]
         classes = outputs.num_classes if outputs.kind == "multiclass" else 2
         has_table = self._of_labels and classes <= MAX_CLASSES and outputs.kind in TABLE_KINDS
         self._classes = classes if has_table else 0
         # A row for each class, and for each number beside them that some metric ignores.
-        ignored = {_ignored(each) for each in self._of_labels}
+        ignored = {find_ignored(each) for each in self._of_labels}
         self._ignored = sorted(each for each in ignored if each is not None and each >= classes)
         num_pairs = (self._classes + len(self._ignored)) * self._classes
-        names = [each.row_key for each in streamed]
+        names = [*(each.row_key for each in self._streamed), *self._means.names]
         self._meters = MeanMeters(names, self._device, num_pairs + 1)
         self.clear()
 
@@ -80,30 +85,38 @@ class MetricSet:
         self._labels, self._scores = SampleRows(), SampleRows()
 
     @torch.no_grad()
-    def update(self, predictions: Tensor, targets: Tensor) -> None:
+    def update(self, predictions: Any, targets: Any) -> None:
         """Add samples of this rank, any number of them.
 
         Args:
-            predictions: logits, numbers of a regression, or classes; shapes as in `Outputs`.
-            targets: classes, 0 or 1 for each label, or numbers. A negative class and NaN are no
-                target, and the sample does not count; of several labels or numbers, that one alone.
+            predictions: logits, numbers of a regression, classes, or texts; see `Outputs`.
+            targets: classes, 0 or 1 for each label, numbers, or texts. A negative class and NaN
+                are no target, and the sample does not count; of several labels or numbers, and of a
+                map, that one alone.
 
         Raises:
             DataError: a target is no class, shapes do not match, or torchmetrics refuses them.
         """
+        if self._outputs.kind == "answer":
+            if self._counts:
+                self._update_answers(predictions, targets)
+            return
         if self._is_open and not self._outputs.num_classes:
             self._learn_classes(predictions.shape[-1])
+        maps = predictions, targets
         predictions, targets = self._arrange(predictions, targets)
         if not len(targets) or not self._counts:
             return
         self._check_targets(targets)
+        if self._means.names:
+            self._update_maps(*maps)
         scores = self._to_probabilities(predictions) if self._needs_scores else predictions
         is_nan = scores.isnan().flatten(1).any(1) if scores.dim() > 1 else scores.isnan()
         self._meters.extra[-1] += is_nan.sum()
         predictions, scores, targets = predictions[~is_nan], scores[~is_nan], targets[~is_nan]
         labels = self._choose_classes(predictions)
-        for config in self._configs:
-            if config.over == "batch" and (weight := _weigh(config, targets, self._outputs)):
+        for config in self._streamed:
+            if weight := weigh(config, targets, self._outputs):
                 chosen = labels if config.uses_labels(self._outputs) else scores
                 self._meters.add(
                     config.row_key, self._measure_batch(config, chosen, targets), weight
@@ -117,6 +130,31 @@ class MetricSet:
         if self._of_scores:
             self._scores.add(scores, targets)
 
+    def _update_maps(self, predictions: Tensor, targets: Tensor) -> None:
+        """Add the numbers of maps of classes; a negative class is none, as in `_arrange`."""
+        classes = self._choose_classes(predictions)
+        if self._outputs.kind == "binary":
+            classes = classes.reshape(targets.shape)
+        if classes.shape != targets.shape:
+            self._refuse_shapes(predictions, targets)
+        targets = targets.nan_to_num(nan=MISSING) if targets.is_floating_point() else targets
+        for name, values in self._means.measure_maps(classes, targets.long()):
+            self._meters.add(name, values)
+
+    def _update_answers(self, predictions: Sequence[str | None], targets: Any) -> None:
+        """Add the numbers of answers; None is the answer of outputs that are NaN."""
+        pairs = [pair for pair in zip(predictions, targets, strict=True) if pair[0] is not None]
+        self._meters.extra[-1] += len(predictions) - len(pairs)
+        for name, values in self._means.measure([p for p, _ in pairs], [t for _, t in pairs]):
+            self._meters.add(name, values)
+
+    def _refuse_shapes(self, predictions: Tensor, targets: Tensor) -> NoReturn:
+        shapes = f"outputs {[*predictions.shape]}, targets {[*targets.shape]}"
+        raise DataError(
+            f"metrics of {self._outputs.kind} outputs do not fit their shapes: {shapes}",
+            "outputs have the scores of classes along the last dimension, or task.class_dim",
+        )
+
     def _learn_classes(self, num_classes: int) -> None:
         outputs = replace(self._outputs, num_classes=num_classes)
         for config in self._configs:
@@ -129,8 +167,7 @@ class MetricSet:
         kind, classes = self._outputs.kind, self._outputs.num_classes
         is_wide = kind == "multiclass" and self._outputs.has_scores
         if predictions.numel() != targets.numel() * (classes if is_wide else 1):
-            shapes = f"outputs {[*predictions.shape]}, targets {[*targets.shape]}"
-            raise DataError(f"metrics of {kind} outputs do not fit their shapes: {shapes}")
+            self._refuse_shapes(predictions, targets)
         if kind == "regression":
             predictions, targets = predictions.float().reshape(targets.shape), targets.float()
             is_target = ~targets.isnan()
@@ -151,7 +188,7 @@ class MetricSet:
         size = self._outputs.num_classes if self._outputs.kind == "multiclass" else 2
         for target in sorted(set(targets[targets >= size].tolist())):
             ignoring = [each for each in self._configs if "ignore_index" in type(each).model_fields]
-            others = [each.row_key for each in ignoring if _ignored(each) != target]
+            others = [each.row_key for each in ignoring if find_ignored(each) != target]
             if others or not ignoring:
                 name = (others or [self._configs[0].row_key])[0]
                 raise DataError(
@@ -224,17 +261,17 @@ class MetricSet:
     ) -> dict[str, float]:
         found: dict[str, float] = {}
         for config in configs:
-            if not len(targets) or not _weigh(config, targets, self._outputs):
+            if not len(targets) or not weigh(config, targets, self._outputs):
                 found[config.row_key] = math.nan
                 continue
             result = self._call(config, predictions, targets)
-            numbers = _by_key(config.row_key, result, self._outputs.labels)
+            numbers = name_numbers(config.row_key, result, self._outputs.labels)
             found |= {name: float(value) for name, value in numbers.items()}
         return found
 
     def _measure_batch(self, config: MetricConfig, predictions: Tensor, targets: Tensor) -> Tensor:
         """Return the number of a batch; a second one, such as a threshold, has no mean."""
-        numbers = _by_key("", self._call(config, predictions, targets), ())
+        numbers = name_numbers("", self._call(config, predictions, targets), ())
         if "" not in numbers:
             message = f'the metric "{config.row_key}" is several numbers for these outputs'
             raise DataError(message, 'take over = "all", or an average')
@@ -258,40 +295,3 @@ class MetricSet:
         if dist.is_initialized():
             dist.broadcast(numbers, 0)
         return dict(zip(found, numbers.tolist(), strict=True))
-
-
-def _by_key(
-    key: str, result: Tensor | Mapping[str, Tensor], labels: Sequence[str]
-) -> dict[str, Tensor]:
-    """Return the numbers of a result: `KEY`, `KEY/NAME`, or `KEY/CLASS` for each class."""
-    if isinstance(result, Mapping):
-        found: dict[str, Tensor] = {}
-        for name, value in result.items():
-            found |= _by_key(f"{key}/{name}" if name else key, value, labels)
-        return found
-    if result.numel() == 1:
-        return {key: result.reshape(())}
-    names = labels if len(labels) == len(result) else [str(index) for index in range(len(result))]
-    return {
-        inner: value
-        for name, row in zip(names, result, strict=True)
-        for inner, value in _by_key(f"{key}/{name}", row, labels).items()
-    }
-
-
-def _ignored(config: MetricConfig) -> int | None:
-    return getattr(config, "ignore_index", None)
-
-
-def _weigh(config: MetricConfig, targets: Tensor, outputs: Outputs) -> float:
-    """Return how many samples a metric counts; a label that it ignores is a part of one."""
-    if not len(targets):
-        return 0.0
-    if outputs.kind == "regression":
-        is_given = ~targets.isnan().view(len(targets), -1)
-        is_part = config.missing != "samples"
-        return float(widen(is_given).mean(1).sum() if is_part else is_given.all(1).sum())
-    is_counted = targets >= 0
-    if (ignored := _ignored(config)) is not None:
-        is_counted &= targets != ignored
-    return float(widen(is_counted).view(len(targets), -1).mean(1).sum())

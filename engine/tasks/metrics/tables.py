@@ -15,8 +15,9 @@ from .unsupported import explain_unsupported
 if TYPE_CHECKING:
     from torch import Tensor
 
-Kind = Literal["binary", "multiclass", "multilabel", "regression"]
+Kind = Literal["binary", "multiclass", "multilabel", "regression", "answer"]
 KINDS: tuple[Kind, ...] = ("binary", "multiclass", "multilabel", "regression")
+"""kinds of tensors"""
 MISSING = -1
 """the target of a label that is missing"""
 
@@ -28,9 +29,12 @@ class Outputs:
     Attributes:
         kind: "binary": logits [N] and targets 0 or 1 [N]; "multiclass": logits [N, C] and classes
             [N]; "multilabel": logits [N, L] and targets 0 or 1 [N, L]; "regression": numbers of
-            one shape.
+            one shape; "answer": the text of each answer, None where outputs are NaN, and the
+            texts that are right, several for each.
         num_classes: C or L; of a regression the numbers of a sample, 0 if unknown; 0 for binary.
         labels: names of the classes or labels, for metrics with a number for each.
+        may_be_maps: True if a sample may have a class at each of its positions, so that logits are
+            [N, ..., C] and classes [N, ...].
         has_scores: False if there are no logits, and predictions are classes [N]: there are too
             many tokens and classes to keep a logit of each.
     """
@@ -39,6 +43,7 @@ class Outputs:
     num_classes: int = 0
     labels: Sequence[str] = ()
     has_scores: bool = True
+    may_be_maps: bool = False
 
 
 MetricFunction = Callable[["Tensor", "Tensor"], "Tensor | Mapping[str, Tensor]"]
@@ -75,6 +80,15 @@ class MetricConfig(Component):
     def row_key(self) -> str:
         """The key of the metric in rows of evaluations."""
         return self.key or self.name
+
+    @property
+    def is_sample_mean(self) -> bool:
+        """Whether `build` returns a function of one sample, whose numbers are then averaged."""
+        return False
+
+    def numbers(self, outputs: Outputs) -> Sequence[str]:
+        """Return the names of the numbers of a sample, for `is_sample_mean`; "" is the key's."""
+        return ("",)
 
     def is_scalar(self, outputs: Outputs) -> bool:
         """Return whether the metric is one number, so that `evaluate.metric` can name it."""

@@ -11,7 +11,6 @@ _NEEDS: dict[str, Sequence[str]] = {
         "translation_edit_rate", "word_error_rate", "word_information_lost",
         "word_information_preserved",
     ),
-    "the texts of answers": ("squad",),
     "texts and images": ("clip_score",),
     "images without targets": ("arniqa", "image_gradients", "total_variation"),
     "images and a pretrained network": (
@@ -32,8 +31,8 @@ _NEEDS: dict[str, Sequence[str]] = {
         "retrieval_precision_recall_curve", "retrieval_r_precision", "retrieval_recall",
         "retrieval_reciprocal_rank",
     ),
-    "whole maps of classes": (
-        "dice_score", "generalized_dice_score", "hausdorff_distance", "mean_iou",
+    "every class in every map (torchmetrics fails where one is missing)": (
+        "hausdorff_distance",
     ),
     "maps of classes and instances": ("modified_panoptic_quality", "panoptic_quality"),
     "boxes": (

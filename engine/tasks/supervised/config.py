@@ -27,6 +27,9 @@ class Supervised(TaskConfig):
     name: Literal["supervised"] = "supervised"
     targets: list[str] = ["labels"]
     """fields that the criterion reads and the module does not"""
+    class_dim: Literal[-1, 1] = -1
+    """dimension of the outputs with the scores of classes: the last, or 1 as in torch's modules for
+    images, [N, C, H, W]; losses and metrics get it as the last one"""
     padding: dict[str, float] = {}
     """of a field whose samples differ in length: what fills the shorter ones up to the longest of a
     batch"""
@@ -42,7 +45,7 @@ class Supervised(TaskConfig):
 
     def outputs(self, loss: LossConfig) -> Outputs | None:
         """Return what the outputs of the module are to the loss; it says how many classes."""
-        return Outputs(loss.outputs) if loss.outputs else None
+        return Outputs(loss.outputs, may_be_maps=True) if loss.outputs else None
 
     def build_data(self, data: TaskData) -> OpenedData:
         """Open the data sets and hold samples out for validation."""
@@ -66,5 +69,6 @@ class Supervised(TaskConfig):
             loss=settings.loss.build_criterion(),
             data=settings.data,
             targets=frozenset(self.targets),
+            class_dim=self.class_dim,
             collation=make_collation(self.padding, self.ragged),
         )

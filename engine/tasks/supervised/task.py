@@ -20,6 +20,8 @@ from ...data.collate import Arrays, Collation, Sample, concatenate_samples, stac
 from ...sources.plugin_datasets import DatasetSource
 from ..criteria import Fields
 from ..metrics.tables import Outputs
+from ..outputs import KeptOutputs
+from ..predictions import list_outputs
 from ..sample_task import CriterionRecord, CriterionTask
 from ..task import LossRecord
 
@@ -49,10 +51,12 @@ class SupervisedTask(CriterionTask[SampleBatch]):
 
     Attributes:
         targets: fields that the module is not given.
+        class_dim: the dimension of the outputs that the criterion gets as the last one.
         collation: makes batches of samples.
     """
 
     targets: frozenset[str]
+    class_dim: int = -1
     collation: Collation
 
     batch_class: ClassVar[type[Batch]] = SampleBatch
@@ -79,13 +83,22 @@ class SupervisedTask(CriterionTask[SampleBatch]):
 
     def record(self, batch: SampleBatch) -> CriterionRecord:
         """Return the criterion of the samples that are not there to fill up a batch."""
-        return CriterionRecord(self.loss, self.fields(batch), partial(_select, batch=batch))
+        select = partial(_select, batch=batch)
+        return CriterionRecord(
+            self.loss, self.fields(batch), lambda x: self._move_classes(select(x))
+        )
+
+    def _move_classes(self, outputs: Any) -> Any:
+        if self.class_dim == -1 or not isinstance(outputs, Tensor):
+            return outputs
+        return outputs.movedim(self.class_dim, -1)
 
     def predict(
         self, batch: SampleBatch, record: LossRecord, meaning: Outputs | None
     ) -> list[dict[str, Any]]:
         """Return the outputs of each sample as lists, also where each position has outputs."""
-        rows = super().predict(batch, record, meaning)
+        assert isinstance(record, KeptOutputs), "output_record returns one"
+        rows = list_outputs(self._move_classes(record.outputs), meaning)
         if batch.ragged is None or len(rows) == len(batch):
             return rows
         return [

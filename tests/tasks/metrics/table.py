@@ -29,11 +29,12 @@ NOT_KEYS = {
     "task", "num_classes", "num_labels", "num_outputs", "validate_args", "multidim_average",
     "t_test", "alternative", "keep_sequence_dim", "return_full_image",
     "return_contrast_sensitivity", "return_rmse_map", "k1", "k2", "gaussian_kernel", "sigma",
+    "input_format", "aggregation_level", "spacing",
     "kernel_size", "use_cg_iter", "load_diag", "hp_filter", "return_all",
 }  # fmt: skip
 PACKAGES = (
     "classification", "regression", "nominal", "clustering", "audio", "image", "text", "shape",
-    "multimodal",
+    "multimodal", "segmentation",
 )  # fmt: skip
 # Keys that do not matter to a row, by function.
 NOT_KEYS_OF = {
@@ -54,6 +55,7 @@ BETTER = {
     "kendall_rank_corrcoef": True, "negative_predictive_value": True,
     "lip_vertex_error": False, "normalized_mutual_info_score": True,
     "pearson_corrcoef": True, "perplexity": False, "procrustes_disparity": False,
+    "dice_score": True, "generalized_dice_score": True, "mean_iou": True, "squad": True,
     "precision_at_fixed_recall": True, "rand_score": True, "recall_at_fixed_precision": True,
     "sensitivity_at_specificity": True, "specificity": True, "specificity_at_sensitivity": True,
     "spectral_distortion_index": False,
@@ -198,7 +200,11 @@ def entry(package: str, name: str) -> dict[str, Any] | None:
         return None
     kinds = ["regression"]
     if package == "text":
-        kinds = ["multiclass"]
+        kinds = ["answer"] if name == "squad" else ["multiclass"]
+    if package == "segmentation":
+        kinds = ["binary", "multiclass"]
+        # Ours: torchmetrics has no word for pixels without a class.
+        keys["ignore_index"] = {"types": ["int", "none"], "default": None}
     if package in ("nominal", "clustering"):
         kinds = ["binary"] * works_for_two_classes(function) + ["multiclass"]
     if package == "classification":
