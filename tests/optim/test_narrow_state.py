@@ -191,7 +191,7 @@ def test_a_plan_that_divides_blocks_is_refused_by_the_name_of_the_parameter(tmp_
     recipe = write(tmp_path)
     words = ["--world", "2", "--set", "parallel.tensor=2", "--set", "model.dim=64"]
     code, _, errors = run_in_process(capsys, "plan", recipe, *words)
-    assert code == 2
+    assert code == 2, errors
     assert re.search(r"optimizer.state_dtype: .*layers.0.attention.o.weight", errors)
 
 
