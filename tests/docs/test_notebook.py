@@ -8,6 +8,8 @@ from nbclient import NotebookClient
 
 from tests.distributed import ROOT
 
+pytestmark = pytest.mark.matrix
+
 
 @pytest.fixture(scope="module")
 def executed(tmp_path_factory):

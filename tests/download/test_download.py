@@ -7,6 +7,7 @@ import random
 import pytest
 import tomli
 
+from tests.cases import also
 from tests.download.small_model import make_model
 from trainer.engine.download.hub_ids import HubId, parse_hub_id
 
@@ -100,8 +101,14 @@ def test_a_broken_connection_is_resumed_with_a_range(hub, trainer, tmp_path):
     assert (tmp_path / "work/x/model.safetensors").read_bytes() == content
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
-@pytest.mark.parametrize("to", [[], ["--to", "x"]])
+@pytest.mark.parametrize(
+    ("name", "to"),
+    [
+        ("model.safetensors", ["--to", "x"]),
+        ("config.json", []),
+        *also(("model.safetensors", []), ("config.json", ["--to", "x"])),
+    ],
+)
 def test_wrong_content_is_refused_and_deleted(hub, trainer, files, name, to):
     hub.commit(REPO, files)
     hub.spoiled.add(name)
@@ -216,6 +223,7 @@ def test_an_id_gives_what_its_folder_gives(hub, trainer, files, tmp_path):
     assert trainer("validate", "r.toml").returncode == 0
 
 
+@pytest.mark.matrix
 def test_a_run_records_the_commit_and_resumes_with_it(hub, trainer, files, tmp_path):
     commit = hub.commit(REPO, files)
     work = tmp_path / "work"

@@ -136,15 +136,16 @@ def final_loss(run):
     return rows(run, "eval")[-1]["loss"]
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.timeout(0)  # four runs
 @pytest.mark.parametrize(
     ("rule", "attacks"),
     [
         ("trimmed_mean", ["flip", "nan", "million"]),
-        pytest.param("median", ["flip", "nan", "million"], marks=pytest.mark.matrix),
-        pytest.param("krum", ["flip", "nan", "million"], marks=pytest.mark.matrix),
-        pytest.param("clipped_mean", ["million"], marks=pytest.mark.matrix),
+        ("median", ["flip", "nan", "million"]),
+        ("krum", ["flip", "nan", "million"]),
+        ("clipped_mean", ["million"]),
     ],
 )
 def test_two_hostile_clients_of_ten_change_the_loss_by_less_than_two_percent(

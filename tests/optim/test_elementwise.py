@@ -274,8 +274,7 @@ def test_the_default_rate_lowers_the_loss_in_ten_steps(name, tmp_path):
 @pytest.mark.parametrize(
     "name",
     [
-        *("adopt", "soap"),
-        *also("ademamix", "mars", "schedule_free", "torch.NAdam", "torch.Adagrad"),
+        *also("adopt", "soap", "ademamix", "mars", "schedule_free", "torch.NAdam", "torch.Adagrad"),
         *also("soap_muon", "dion2", "muonclip"),
     ],
 )

@@ -8,6 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from tests.cases import also
 from tests.distributed import run_ranks
 from tests.train.moe_family import moe_recipe
 from tests.train.plans import BASE, assembled, recipe_with, train
@@ -100,31 +101,37 @@ def quantised(recipes, is_kept):
     return found
 
 
-def test_experts_are_quantised_once_a_step_and_nothing_else_changes():
+@pytest.mark.parametrize(
+    ("world", "parallel", "changes"),
+    [
+        (2, {"expert": 2}, {}),
+        *also(
+            (1, {}, {"memory": {"recompute": "full"}}),
+            (
+                1,
+                {},
+                {
+                    "optimizer": {"name": "sgd", "lr": 0.1},
+                    "memory": {"optimizer_in_backward": True},
+                },
+            ),
+            (2, {"shard": 2}, {"memory": {"recompute": "full"}}),
+        ),
+    ],
+)
+def test_experts_are_quantised_once_a_step_and_nothing_else_changes(world, parallel, changes):
     """With micro batches, recomputation, an update in the backward pass, and on ranks."""
     pytest.importorskip("torchao")
-    rows = {"data": {"micro_batch": 2}}
-    every = [
-        (1, {}, {"memory": {"recompute": "full"}}),
-        (
-            1,
-            {},
-            {"optimizer": {"name": "sgd", "lr": 0.1}, "memory": {"optimizer_in_backward": True}},
-        ),
-        (2, {"expert": 2}, {}),
-        (2, {"shard": 2}, {"memory": {"recompute": "full"}}),
-    ]
-    for world, parallel, changes in every:
-        one = expert_recipe(parallel, rows | changes)
-        kept = run_ranks(world, quantised, [one], True, timeout=280)
-        anew = run_ranks(world, quantised, [one], False, timeout=280)
-        for ((found, count),), ((wanted, more),) in zip(kept, anew, strict=True):
-            assert found == wanted, "bit for bit"
-            if "shard" in parallel:  # gathered weights are not kept
-                assert count == more
-            else:
-                assert count == 2 * STEPS
-                assert more >= 4 * count
+    one = expert_recipe(parallel, {"data": {"micro_batch": 2}} | changes)
+    kept = run_ranks(world, quantised, [one], True, timeout=280)
+    anew = run_ranks(world, quantised, [one], False, timeout=280)
+    for ((found, count),), ((wanted, more),) in zip(kept, anew, strict=True):
+        assert found == wanted, "bit for bit"
+        if "shard" in parallel:  # gathered weights are not kept
+            assert count == more
+        else:
+            assert count == 2 * STEPS
+            assert more >= 4 * count
 
 
 def expert_recipe(parallel, changes):

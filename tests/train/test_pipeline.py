@@ -115,10 +115,11 @@ def sampled(path, which):
     return generate(opened, prompts, **options)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("world", "plan"),
     [
-        *also((4, ["parallel.shard=2"])),
+        (4, ["parallel.shard=2"]),
         (
             4,
             ["parallel.tensor=2", "parallel.pipelining.schedule=ZBVZeroBubble", "model.n_layers=4"],

@@ -77,7 +77,7 @@ def test_the_losses_of_routers_are_those_of_padded_rows(moe):
     assert_padded_and_ragged_agree(recipes)
 
 
-@pytest.mark.parametrize("task", ["token", "question", *also("sequence")])
+@pytest.mark.parametrize("task", ["token", *also("question", "sequence")])
 def test_texts_are_classified_as_padded_ones(task):
     kind = "answering" if task == "question" else "classification"
     words = ["data.micro_batch=3", "data.global_batch=6", "evaluate.steps=3"]

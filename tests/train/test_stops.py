@@ -129,8 +129,8 @@ def curves(folder):
 @pytest.mark.parametrize(
     ("world", "fault", "step"),
     [
-        (2, "train.evaluate:x2:sleep2", 3),
-        *also((1, "train.evaluate:x2:sleep2", 3), (2, "train.evaluate:x4:sleep2", 6)),
+        (1, "train.evaluate:x2:sleep2", 3),
+        *also((2, "train.evaluate:x2:sleep2", 3), (2, "train.evaluate:x4:sleep2", 6)),
     ],
 )
 def test_an_evaluation_is_given_up_and_done_when_the_run_resumes(tmp_path, world, fault, step):
@@ -224,7 +224,7 @@ class Command:
         return self.process.returncode
 
 
-@pytest.mark.parametrize("options", [(), ("--nproc", "2")], ids=["1", "2"])
+@pytest.mark.parametrize("options", [(), *also((("--nproc", "2"),))], ids=["1", "2"])
 @pytest.mark.parametrize("number", [signal.SIGUSR1, *also(signal.SIGINT, signal.SIGTERM)])
 def test_a_run_that_starts_up_answers_with_our_code(tmp_path, number, options):
     recipe = write_recipe(tmp_path / "run", STEPS)
