@@ -231,7 +231,7 @@ class Observer:
         except Exception as error:
             self._warn(f"the profile is lost: {type(error).__name__}: {error}")
             if self._profiler:
-                self._profiler.phases.stop()
+                self._profiler.abandon()
             self._profiler = None
 
     def _record(self, row: dict[str, Any]) -> None:

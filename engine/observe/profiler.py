@@ -6,6 +6,7 @@ import json
 import os
 import warnings
 from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -155,6 +156,16 @@ class Profiler:
         """Write what was profiled so far, if anything was."""
         if self._profile is not None and self.summary is None:
             self._profile.stop()
+
+    def abandon(self) -> None:
+        """Stop torch's profiler and write nothing: a forgotten one would keep each later event."""
+        self.phases.stop()
+        if self._profile is not None:
+            self._profile.on_trace_ready = None
+            with suppress(RuntimeError):
+                self._profile.stop()
+        if self._takes_snapshot:
+            record_memory_history(enabled=None)
 
     def _start_timing_if_due(self, trace: profile) -> None:
         is_recording = trace.current_action in (

@@ -204,6 +204,7 @@ def test_a_profiler_that_fails_does_not_end_the_run(recipe, capsys, monkeypatch)
     shown = capsys.readouterr().out
     assert "the profile is lost: RuntimeError: no room" in shown
     assert "nothing was profiled" not in shown
+    assert not torch.autograd._profiler_enabled()
 
 
 @pytest.mark.parametrize("start", [1, 2])
@@ -214,6 +215,7 @@ def test_a_profiler_that_cannot_start_does_not_end_the_run(recipe, capsys, start
     (folder / "profiles").touch()
     assert train(settings).finished
     assert "the profile is lost: FileExistsError" in capsys.readouterr().out
+    assert not torch.autograd._profiler_enabled(), "it would record the rest of the run"
 
 
 @pytest.mark.matrix
