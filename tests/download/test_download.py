@@ -186,7 +186,7 @@ def test_errors_of_the_hub_are_explained(hub, trainer, files):
 
 
 @pytest.mark.parametrize(
-    "setting", [{"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": "http://127.0.0.1:9"}]
+    "setting", [{"HF_HUB_OFFLINE": "1"}, *also({"HF_ENDPOINT": "http://127.0.0.1:9"})]
 )
 def test_offline_the_cache_is_taken_or_the_way_is_named(hub, trainer, files, setting):
     commit = hub.commit(REPO, files)

@@ -112,7 +112,6 @@ def alone():
         CASES,
         "both, recomputed",
         "both, context",
-        "both, tensor and shard, by rules",
     ),
 )
 def test_a_plan_trains_as_one_process_does(case, alone):

@@ -104,6 +104,7 @@ def test_the_average_is_evaluated_and_training_continues_from_its_own_weights():
     assert moved
 
 
+@pytest.mark.matrix
 def test_checkpoints_hold_the_average_as_the_weights_of_the_model(tmp_path):
     found = {}
     for last in ("full", "weights"):

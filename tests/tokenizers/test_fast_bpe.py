@@ -281,6 +281,7 @@ def test_without_tiktoken_the_library_is_taken(
     assert bulk.encode("some text").tolist() == ids_of_library(tokenizer, "some text")
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_both_engines_have_the_same_classes_over_all_of_unicode() -> None:
     characters = "".join(chr(code) for code in range(0x110000) if not 0xD800 <= code < 0xE000)

@@ -116,6 +116,7 @@ def test_average_is_saved_and_comes_back_bit_for_bit_on_other_numbers_of_ranks(t
         assert torch.equal(after[name], tensor), name
 
 
+@pytest.mark.matrix
 def test_a_resumed_average_goes_on_as_without_interruption(tmp_path):
     settings = [
         "ema.decay=0.9",

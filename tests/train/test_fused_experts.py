@@ -6,7 +6,6 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from tests.cases import quick
 from tests.distributed import run_ranks
 from tests.kernels.child import needs_triton
 from tests.kernels.interpreted import interpreted
@@ -56,7 +55,8 @@ def difference(case):
 
 
 @needs_triton
-@pytest.mark.parametrize("case", quick(CASES, "shared and dropped"))
+@pytest.mark.matrix
+@pytest.mark.parametrize("case", CASES)
 def test_fused_experts_train_as_separate_operations_do(case):
     assert interpreted(difference, case)
 

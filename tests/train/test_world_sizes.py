@@ -5,6 +5,7 @@ import pytest
 from tests.train.processes import finish, rows, start, write_recipe
 
 
+@pytest.mark.matrix
 def test_a_run_moves_between_numbers_of_ranks(tmp_path):
     """2 ranks, then 1, then 4, then 2: the samples are the same, so are the losses to 1e-6."""
     settings = ["schedule.name=constant", "precision.compute=fp32", "optimizer.lr=1e-3"]
