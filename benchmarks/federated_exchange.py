@@ -80,8 +80,9 @@ def measure_client(client: int, clients: int, folder: str, rounds: int) -> None:
     found: dict[str, Any] = {"exchange": [], "all_reduce": []}
     for number in range(rounds + 1):
         before = count_bytes()
+        update = {name: each.clone() for name, each in gradient.items()}
         start = begin(group)
-        for name, mean in average_in_order(group, gradient, shares).items():
+        for name, mean in average_in_order(group, update, shares).items():
             optimizer.update(weights[name], mean, states[name], number + 1)
         found["exchange"].append(time.perf_counter() - start)
         sent, received = (after - had for after, had in zip(count_bytes(), before, strict=True))

@@ -59,7 +59,7 @@ class ServerOptimizerConfig(Component):
 
         Args:
             weight: the global weight, or this rank's shard.
-            gradient: the pseudo-gradient, of the same shape.
+            gradient: the pseudo-gradient, of the same shape; it may be overwritten.
             state: the tensors that `begin` returned.
             step: number of the round, counted from 1.
         """

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-BUCKET_BYTES = 32 * 2**20
-"""small tensors travel together; a larger one travels alone"""
+BUCKET_BYTES = 2**20
+"""small tensors travel together; a larger one travels alone, from and to its own memory"""
+
+PIECE = 2**20
+"""values that are averaged at once, so that a piece travels while another one is averaged"""
 
 
 def average_in_order(
@@ -25,61 +28,95 @@ def average_in_order(
 
     Args:
         peers: the group; all of its ranks call this with tensors of the same shapes.
-        shards: this rank's tensors by name; their values count only if it is averaged.
+        shards: this rank's tensors by name; their values count only if it is averaged. Large ones
+            on the CPU are overwritten with the mean.
         shares: for each averaged rank, ascending, by which share the mean of the ranks before moves
             towards its tensors; 1 for the first.
     """
     mean: dict[str, Tensor] = {}
-    for names in _bucket(shards):
-        flat = torch.cat([shards[name].reshape(-1) for name in names])
-        merged = _average_flat(peers, flat.cpu(), shares).to(flat.device)
-        parts = torch.split(merged, [shards[name].numel() for name in names])
+    buckets = [(names, _join([shards[name] for name in names])) for names in _bucket(shards)]
+    pending = deque[_OrderedMean]()
+    pieces = (piece for _, flat in buckets for piece in torch.split(flat, PIECE))
+    for piece in pieces:
+        pending.append(_OrderedMean(peers, piece, shares))
+        if len(pending) > 1:  # the next segments travel while one is averaged
+            pending[-2].average()
+        if len(pending) > 2:
+            pending.popleft().wait()
+    if pending:
+        pending[-1].average()
+    for each in pending:
+        each.wait()
+    for names, flat in buckets:
+        parts = torch.split(flat, [shards[name].numel() for name in names])
         for name, part in zip(names, parts, strict=True):
-            mean[name] = part.view(shards[name].shape)
+            mean[name] = part.view(shards[name].shape).to(shards[name].device)
     return mean
 
 
-def _average_flat(peers: ProcessGroup, flat: Tensor, shares: Mapping[int, float]) -> Tensor:
-    own, size, length = peers.rank(), peers.size(), flat.numel()
-    bounds = [length * index // len(shares) for index in range(len(shares) + 1)]
-    segments = dict(zip(shares, (end - start for start, end in pairwise(bounds)), strict=True))
-    mine, is_averaged = segments.get(own, 0), own in shares
-    # A rank's own part stays where it is: only what others need travels.
-    sent = [segments.get(rank, 0) * (is_averaged and rank != own) for rank in range(size)]
-    received = [mine * (rank in shares and rank != own) for rank in range(size)]
-    start = bounds[list(shares).index(own)] if is_averaged else 0
-    outgoing = flat
-    if is_averaged:
-        outgoing = torch.cat([flat[:start], flat[start + mine :]])
-    incoming = flat.new_empty(sum(received))
-    dist.all_to_all_single(incoming, outgoing[: sum(sent)], received, sent, group=peers)
-    merged, taken = flat.new_empty(mine), 0
-    for index, (rank, share) in enumerate(shares.items() if is_averaged else ()):
-        value = flat[start : start + mine]
-        if rank != own:
-            value = incoming[taken : taken + mine]
-            taken += mine
-        if index:
-            merged.lerp_(value, share)
-        else:
-            merged.copy_(value)
-    return _share_segments(peers, merged, segments, length)
+class _OrderedMean:
+    """The mean of a flat tensor over several ranks, on its way; the tensor becomes the mean.
+
+    Args:
+        peers: the group.
+        flat: this rank's values, on the CPU.
+        shares: those of `average_in_order`.
+    """
+
+    def __init__(self, peers: ProcessGroup, flat: Tensor, shares: Mapping[int, float]) -> None:
+        self._peers, self._shares, self._own = peers, shares, peers.rank()
+        segments = torch.tensor_split(flat, len(shares))
+        pairs = zip(shares, segments, strict=True)
+        self._segments = {rank: each for rank, each in pairs if each.numel()}
+        self._parts: dict[int, Tensor] = {}
+        self._works: list[dist.Work] = []
+        if self._own not in shares:
+            return
+        for rank, segment in self._segments.items():
+            self._send(segment, rank)
+        if self._own in self._segments:
+            mine = self._segments[self._own]
+            self._parts = {rank: torch.empty_like(mine) for rank in shares if rank != self._own}
+        for rank, part in self._parts.items():
+            self._receive(part, rank)
+
+    def average(self) -> None:
+        """Average this rank's segment once the others' parts are there, and let it travel."""
+        self.wait()
+        mine = self._segments.get(self._own)
+        if mine is not None:
+            parts = {**self._parts, self._own: mine}
+            first, *others = self._shares
+            merged = parts[first]
+            for rank in others:
+                out = mine if rank == others[-1] else merged
+                torch.lerp(merged, parts[rank], self._shares[rank], out=out)
+        self._parts = {}
+        for rank, segment in self._segments.items():
+            if rank != self._own:
+                self._receive(segment, rank)
+        for rank in range(self._peers.size()):
+            if mine is not None:
+                self._send(mine, rank)
+
+    def wait(self) -> None:
+        """Wait for what travels."""
+        for work in self._works:
+            work.wait()
+        self._works = []
+
+    def _send(self, tensor: Tensor, rank: int) -> None:
+        if rank != self._own:
+            self._works.append(self._peers.send([tensor], rank, 0))
+
+    def _receive(self, tensor: Tensor, rank: int) -> None:
+        self._works.append(self._peers.recv([tensor], rank, 0))
 
 
-def _share_segments(
-    peers: ProcessGroup, merged: Tensor, segments: Mapping[int, int], length: int
-) -> Tensor:
-    """Return the segments of all ranks, one after another."""
-    own, size = peers.rank(), peers.size()
-    mine = segments.get(own, 0)
-    sent = [mine * (rank != own) for rank in range(size)]
-    received = [segments.get(rank, 0) * (rank != own) for rank in range(size)]
-    others = merged.new_empty(length - mine)
-    dist.all_to_all_single(others, merged.repeat(size - 1), received, sent, group=peers)
-    if not mine:
-        return others
-    before = sum(received[:own])
-    return torch.cat([others[:before], merged, others[before:]])
+def _join(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the values of tensors one after another on the CPU; those of one in its own memory."""
+    flat = [tensor.reshape(-1) for tensor in tensors]
+    return (flat[0] if len(flat) == 1 else torch.cat(flat)).cpu()
 
 
 def gather_bytes(peers: ProcessGroup, data: Tensor, sizes: Sequence[int]) -> list[Tensor]:

@@ -58,7 +58,7 @@ class FedNesterov(ServerOptimizerConfig):
     def update(self, weight: Tensor, gradient: Tensor, state: dict[str, Tensor], step: int) -> None:
         """Change a weight and its momentum in place."""
         momentum = state["momentum"].mul_(self.momentum).add_(gradient)
-        weight.sub_(gradient.add(momentum, alpha=self.momentum), alpha=self.lr)
+        weight.sub_(gradient.add_(momentum, alpha=self.momentum), alpha=self.lr)
 
 
 class FedMom(ServerOptimizerConfig):
