@@ -186,10 +186,10 @@ def parameters_without_weight_decay_keep_their_values():
 def decay_all_parameters_of_a_shard(patch):
     original = UpdateAfterBackward.apply
 
-    def apply(self, lr_factor):
+    def apply(self, *args):
         for group in self._optimizer.param_groups:
             group["weight_decay"] = 0.5
-        original(self, lr_factor)
+        original(self, *args)
 
     patch.setattr(UpdateAfterBackward, "apply", apply)
 

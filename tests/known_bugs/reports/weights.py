@@ -85,9 +85,9 @@ def merged(changes):
 def merge_the_parts_of_one_rank(patch):
     original = adapter_weights._merge_pieces
 
-    def merge_pieces(weight, down, up, scale):
+    def merge_pieces(weight, down, up, *others):
         mine = float(torch.distributed.get_rank() == 0)
-        return original(weight, down * mine, up * mine, scale)
+        return original(weight, down * mine, up * mine, *others)
 
     patch.setattr(adapter_weights, "_merge_pieces", merge_pieces)
 
