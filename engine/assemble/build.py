@@ -19,10 +19,10 @@ from ..observe.monitors.monitors import Monitors
 from ..observe.phases import Phase, no_phase
 from ..parallel.axis import LocalParts, ParallelModel
 from ..parallel.blocks import open_compiler, transform_blocks
-from ..parallel.expert import shards_experts
 from ..parallel.materialize import without_storage
 from ..parallel.pipeline.cut import num_micro_batches
 from ..parallel.pipeline.measure import measure_costs
+from ..parallel.placement import shards_experts
 from ..parallel.plan import Plan
 from ..precision.choose import float8_layers
 from ..precision.hardware import DTYPES, LossScale, compute_dtype, dtype_name

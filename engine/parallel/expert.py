@@ -43,7 +43,6 @@ from .collectives import (
 )
 from .mesh import EXPERT_AXES, Degrees, expert_grid
 from .on_device import OnDeviceExchange, require_device
-from .tables import Parallel
 from .tensor.local_views import distribute_parameter, placement
 
 
@@ -200,14 +199,6 @@ def build_expert_mesh(degrees: Degrees, device_type: str, *, sharded: bool) -> D
         (degrees.pipeline, replicate, shard, degrees.expert, degrees.expert_tensor),
         mesh_dim_names=("pipeline", "replicate", "shard", *EXPERT_AXES),
     )
-
-
-def shards_experts(table: Parallel, degrees: Degrees) -> bool:
-    """Return whether FSDP shards the weights of experts that a rank computes with."""
-    is_sharded = table.is_sharded(degrees)
-    if degrees.expert_ranks == 1:
-        return is_sharded
-    return table.fsdp.offload or expert_grid(degrees, sharded=is_sharded)[1] > 1
 
 
 @dataclass(frozen=True)

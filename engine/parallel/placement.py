@@ -197,3 +197,11 @@ def used_dim(name: str, config: ModelConfig, ranks: int) -> tuple[str, int | Non
 def shares_heads(config: ModelConfig, ranks: int) -> bool:
     """Return whether a head's keys and values are needed on several ranks."""
     return int(getattr(config, "n_kv_heads", 0)) < ranks
+
+
+def shards_experts(table: Parallel, degrees: Degrees) -> bool:
+    """Return whether FSDP shards the weights of experts that a rank computes with."""
+    is_sharded = table.is_sharded(degrees)
+    if degrees.expert_ranks == 1:
+        return is_sharded
+    return table.fsdp.offload or expert_grid(degrees, sharded=is_sharded)[1] > 1

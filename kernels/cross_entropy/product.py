@@ -24,8 +24,15 @@ def add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
         total = a.new_empty(a.shape[0], b.shape[1], dtype=wide)
     if total.dtype == a.dtype:
         return torch.mm(a, b, out=total) if is_first else total.addmm_(a, b)
-    _write_wide_product(total, a, b, is_first)
+    write = _write_wide_product if _needs_operation(a) else _write_on_cpu
+    write(total, a, b, is_first)
     return total
+
+
+def _needs_operation(a: Tensor) -> bool:
+    # The first call of an operation of ours loads torch's compiler, which takes half of the start of
+    # a run on a CPU.
+    return a.is_cuda or torch.compiler.is_compiling()
 
 
 def scale_gradient(total: Tensor, grad: Tensor, dtype: torch.dtype) -> Tensor:
@@ -47,7 +54,12 @@ def _write_wide_product(total: Tensor, a: Tensor, b: Tensor, is_first: bool) -> 
         # and nothing is rounded in between. Torch takes such a total since 2.10.
         beta = 0 if is_first else 1
         torch.addmm(total, a, b, out_dtype=total.dtype, beta=beta, out=total)
-    elif is_first:
+    else:
+        _write_on_cpu(total, a, b, is_first)
+
+
+def _write_on_cpu(total: Tensor, a: Tensor, b: Tensor, is_first: bool) -> None:
+    if is_first:
         total.copy_(a @ b)
     else:
         total.add_(a @ b)
