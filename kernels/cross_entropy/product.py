@@ -30,8 +30,7 @@ def add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
 
 
 def _needs_operation(a: Tensor) -> bool:
-    # The first call of an operation of ours loads torch's compiler, which takes half of the start of
-    # a run on a CPU.
+    # The first call of an operation of ours loads torch's compiler: half of a start on a CPU.
     return a.is_cuda or torch.compiler.is_compiling()
 
 
