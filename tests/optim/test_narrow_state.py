@@ -181,7 +181,7 @@ def test_an_optimizer_without_the_key_is_refused(name, tmp_path):
 
 def narrow_recipe(dim, plan):
     return recipe_with(
-        model={"dim": dim, "n_layers": 1, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 256},
+        model={"dim": dim, "n_layers": 1, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": dim},
         optimizer={"name": "adamw", "state_dtype": "int8"},
         parallel=plan,
     )
@@ -206,10 +206,10 @@ def states_under(recipe):
     }
 
 
-@pytest.mark.parametrize("plan", [{"shard": 2}, *also({"tensor": 2})])
-def test_a_block_is_as_long_under_every_plan(plan):
-    (alone,) = run_ranks(1, states_under, narrow_recipe(256, {}))
-    for found in run_ranks(2, states_under, narrow_recipe(256, plan)):
+@pytest.mark.parametrize(("dim", "plan"), [(256, {"shard": 2}), *also((512, {"tensor": 2}))])
+def test_a_block_is_as_long_under_every_plan(dim, plan):
+    (alone,) = run_ranks(1, states_under, narrow_recipe(dim, {}))
+    for found in run_ranks(2, states_under, narrow_recipe(dim, plan)):
         assert found.keys() == alone.keys()
         for name, value in alone.items():
             assert found[name].shape == value.shape, name
