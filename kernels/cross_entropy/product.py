@@ -24,6 +24,10 @@ def add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
         total = a.new_empty(a.shape[0], b.shape[1], dtype=wide)
     if total.dtype == a.dtype:
         return torch.mm(a, b, out=total) if is_first else total.addmm_(a, b)
+    if a.is_cpu:
+        # Plain operations: the first call of one of ours imports the compiler (torch 2.13), which
+        # takes a second and 100 MiB.
+        return total.copy_(a @ b) if is_first else total.add_(a @ b)
     _write_wide_product(total, a, b, is_first)
     return total
 
