@@ -66,15 +66,11 @@ def model_spec(load: Workload) -> Any:
     return spec
 
 
-def trainer_config(load: Workload, options: Any) -> Any:
+def make_batches(load: Workload) -> Any:
+    """Return the config of a loader that gives batches as torchtitan's own do."""
     from torchtitan.components.dataloader import BaseDataLoader
-    from torchtitan.components.tokenizer import BaseTokenizer
-    from torchtitan.config import CompileConfig
-    from torchtitan.models.llama3.config_registry import llama3_debugmodel
 
     class Batches(BaseDataLoader):
-        """Batches as torchtitan's own loaders give them."""
-
         @dataclass(kw_only=True, slots=True)
         class Config(BaseDataLoader.Config):
             pass
@@ -94,6 +90,13 @@ def trainer_config(load: Workload, options: Any) -> Any:
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
             pass
 
+    return Batches.Config()
+
+
+def no_tokenizer() -> Any:
+    """Return the config of a tokenizer without text."""
+    from torchtitan.components.tokenizer import BaseTokenizer
+
     class NoTokenizer(BaseTokenizer):
         @dataclass(kw_only=True, slots=True)
         class Config(BaseTokenizer.Config):
@@ -104,11 +107,18 @@ def trainer_config(load: Workload, options: Any) -> Any:
 
         encode = decode = get_vocab_size = None
 
+    return NoTokenizer.Config()
+
+
+def trainer_config(load: Workload, options: Any) -> Any:
+    from torchtitan.config import CompileConfig
+    from torchtitan.models.llama3.config_registry import llama3_debugmodel
+
     config = llama3_debugmodel()
     config.dump_folder = tempfile.mkdtemp(dir=".")
     config.model_spec = model_spec(load)
     config.loss.loss_fn.global_vocab_size = load.vocab
-    config.tokenizer, config.dataloader = NoTokenizer.Config(), Batches.Config()
+    config.tokenizer, config.dataloader = no_tokenizer(), make_batches(load)
     (group,) = config.optimizer.param_groups
     group.optimizer_kwargs |= {"lr": load.lr, "weight_decay": load.weight_decay}
     config.lr_scheduler.warmup_steps = 1

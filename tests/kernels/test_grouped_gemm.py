@@ -92,17 +92,14 @@ ROUNDED_SIZES = [*group_sizes(32), [1, 0, 300, 70], [257, 40, 0, 33, 5], [2, 3],
 
 
 @pytest.mark.parametrize("sizes", ROUNDED_SIZES, ids=str)
-def test_lengths_of_groups_are_rounded_up_without_touching_their_neighbours(sizes):
-    tolerance = TOLERANCE[torch.bfloat16]
+def test_lengths_of_groups_are_rounded_up(sizes, dtype=torch.bfloat16):
     for trans_w, behind in ((True, 0), (False, 5), (True, 100)):
-        error = mm_error(op.grouped_mm, sizes, 40, 56, torch.bfloat16, trans_w, behind)
-        assert error < tolerance
+        assert mm_error(op.grouped_mm, sizes, 40, 56, dtype, trans_w, behind) < TOLERANCE[dtype]
     for n, k in ((40, 56), (56, 40)):  # either factor can be the narrower
-        assert dw_error(op, sizes, n, k, torch.bfloat16, torch.bfloat16, False) < tolerance
+        assert dw_error(op, sizes, n, k, dtype, dtype, False) < TOLERANCE[dtype]
 
 
 def test_groups_of_all_lengths_are_products_of_few_shapes():
-    """oneDNN generates code for each shape of a bf16 product."""
     shapes = set()
 
     class Shapes(TorchDispatchMode):
@@ -115,7 +112,7 @@ def test_groups_of_all_lengths_are_products_of_few_shapes():
     with Shapes():
         rounded.grouped_mm(x, w.mT, offs)
         rounded.grouped_dw(dy, x, offs)
-    # 8 lengths up to 256, then 4 up to 512 and 4 up to 1,024, of two kinds of product.
+    # 8 lengths up to 256, and 4 in each octave above, of two kinds of product.
     assert 2 < len(shapes) <= 2 * 16
 
 
