@@ -92,7 +92,8 @@ ROUNDED_SIZES = [*group_sizes(32), [1, 0, 300, 70], [257, 40, 0, 33, 5], [2, 3],
 
 
 @pytest.mark.parametrize("sizes", ROUNDED_SIZES, ids=str)
-def test_lengths_of_groups_are_rounded_up(sizes, dtype=torch.bfloat16):
+@pytest.mark.parametrize("dtype", [torch.bfloat16])
+def test_lengths_of_groups_are_rounded_up(dtype, sizes):
     for trans_w, behind in ((True, 0), (False, 5), (True, 100)):
         assert mm_error(op.grouped_mm, sizes, 40, 56, dtype, trans_w, behind) < TOLERANCE[dtype]
     for n, k in ((40, 56), (56, 40)):  # either factor can be the narrower
@@ -112,8 +113,7 @@ def test_groups_of_all_lengths_are_products_of_few_shapes():
     with Shapes():
         rounded.grouped_mm(x, w.mT, offs)
         rounded.grouped_dw(dy, x, offs)
-    # 8 lengths up to 256, and 4 in each octave above, of two kinds of product.
-    assert 2 < len(shapes) <= 2 * 16
+    assert 2 < len(shapes) <= 2 * 16  # 8 lengths up to 256, and 4 in each octave above
 
 
 def worst_mm(name, dtype, trans_w, out_dtype):
