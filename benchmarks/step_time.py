@@ -10,11 +10,13 @@ machine the ratio of the two least times.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,7 +51,17 @@ ENTRIES = {
     "litgpt best": Entry("litgpt_pretrain.py", ("--best",), "litgpt"),
     "torchtitan default": Entry("torchtitan_train.py", (), "torchtitan"),
     "torchtitan best": Entry("torchtitan_train.py", ("--best",), "torchtitan"),
+    "OLMo-core default": Entry("olmo_core_train.py", (), "olmo_core"),
+    "OLMo-core best": Entry("olmo_core_train.py", ("--best",), "olmo_core"),
 }
+
+PROJECTS = {
+    "transformers_trainer.py": "transformers",
+    "litgpt_pretrain.py": "litgpt",
+    "torchtitan_train.py": "torchtitan",
+    "olmo_core_train.py": "ai2-olmo-core",
+}
+"""script -> the project on PyPI whose version is recorded beside torch's"""
 
 
 def main() -> None:
@@ -68,7 +80,7 @@ def main() -> None:
         action="append",
         default=[],
         metavar="PYTHON",
-        help="interpreters that have transformers, litgpt, torchtitan (may be repeated)",
+        help="interpreters that have transformers, litgpt, torchtitan, OLMo-core (repeat it)",
     )
     parser.add_argument("--write", action="store_true", help=f"append to {results.FOLDER.name}/")
     options = parser.parse_args()
@@ -89,8 +101,12 @@ def main() -> None:
 
 
 def find_python(entry: Entry, peers: list[str]) -> str | None:
-    """Return the first interpreter that has the entry's package."""
-    for python in (sys.executable, *peers):
+    """Return the first interpreter that has the entry's package.
+
+    Peers run in the interpreters that were named for them, whatever this one has.
+    """
+    own = entry.package in ("torch", "trainer")
+    for python in (sys.executable,) if own else (*peers, sys.executable):
         probe = f"import importlib.util as u, sys; sys.exit(u.find_spec({entry.package!r}) is None)"
         if subprocess.run([python, "-c", probe], cwd=SCRIPTS).returncode == 0:
             return python
@@ -105,30 +121,31 @@ def measure_all(
     groups = [names[i : i + options.at_once] for i in range(0, len(names), options.at_once)] or [[]]
     rows: dict[str, dict[str, Any]] = {}
     for group in groups:
+        entries = {name: ENTRIES[name] for name in (BASELINE, *group)}
         with tempfile.TemporaryDirectory() as folder:
-            for row in measure(vocab, [BASELINE, *group], pythons, Path(folder), options):
+            for row in measure(vocab, entries, pythons, Path(folder), options):
                 rows.setdefault(row["name"], row)
     return list(rows.values())
 
 
 def measure(
     vocab: int,
-    names: list[str],
-    pythons: dict[str, str | None],
+    entries: Mapping[str, Entry],
+    pythons: Mapping[str, str | None],
     folder: Path,
     options: argparse.Namespace,
 ) -> list[dict[str, Any]]:
-    """Let `names`, the bare loop first, take turns."""
+    """Let the entries take turns; ratios are to the first."""
     tokens = folder / "tokens.bin"
     write_tokens(tokens, vocab)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     running: list[Baseline] = []
     try:
-        for name in names:
-            entry = ENTRIES[name]
+        for name, entry in entries.items():
             home = folder / name.replace(" ", "_")
             home.mkdir()
-            command = [pythons.get(name) or sys.executable, str(SCRIPTS.resolve() / entry.script)]
+            python = pythons.get(name) or sys.executable
+            command = [python, str(SCRIPTS.resolve() / entry.script)]
             command += [f"--vocab={vocab}", f"--tokens={tokens}", *entry.options]
             baseline = Baseline(name, command, home / "log")
             try:
@@ -141,7 +158,22 @@ def measure(
     finally:
         for baseline in running:
             baseline.stop()
-    return [row(baseline, running[0]) for baseline in running]
+    rows = [row(baseline, running[0]) for baseline in running]
+    for found in rows:
+        name = found["name"]
+        python = pythons.get(name) or sys.executable
+        found["versions"] = versions(python, PROJECTS.get(entries[name].script))
+    return rows
+
+
+def versions(python: str, project: str | None) -> dict[str, str]:
+    """Return the versions of torch and of a project that are installed beside an interpreter."""
+    names = ["torch", *([project] if project else [])]
+    probe = "import importlib.metadata as m, json, sys; "
+    probe += "print(json.dumps({name: m.version(name) for name in sys.argv[1:]}))"
+    answer = subprocess.run([python, "-c", probe, *names], capture_output=True, check=True)
+    found: dict[str, str] = json.loads(answer.stdout)
+    return found
 
 
 def row(measured: Baseline, reference: Baseline) -> dict[str, Any]:

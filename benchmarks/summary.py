@@ -29,6 +29,8 @@ BASELINES = {
     "litgpt best": "litgpt, at its best",
     "torchtitan default": "torchtitan, default settings",
     "torchtitan best": "torchtitan, at its best",
+    "OLMo-core default": "OLMo-core, default settings",
+    "OLMo-core best": "OLMo-core, at its best",
 }
 
 
@@ -50,11 +52,20 @@ def step_table() -> str:
     heads = "".join(f" vocabulary {vocab:,} |" for vocab in VOCABULARIES)
     rows = [f"| one optimizer step |{heads}", "|---|" + "---|" * len(columns)]
     for name, words in BASELINES.items():
+        measured = [each.get(name) for each in columns]
         cells = [
-            f" {each[name]['ratio']:.2f}, {each[name]['peak_mib']:,} MiB |" for each in columns
+            f" {each['ratio']:.2f}, {each['peak_mib']:,} MiB |" if each else " |"
+            for each in measured
         ]
-        rows.append(f"| {words} |" + "".join(cells))
+        rows.append(f"| {with_version(words, measured)} |" + "".join(cells))
     return "\n".join(rows)
+
+
+def with_version(words: str, measured: list[dict[str, Any] | None]) -> str:
+    """Return the words with the version of another project that was measured."""
+    found = [each.get("versions", {}) for each in measured if each]
+    others = [version for each in found for name, version in each.items() if name != "torch"]
+    return words.replace(",", f" {others[-1]},", 1) if others else words
 
 
 def sentences() -> str:

@@ -5,7 +5,6 @@ Only numbers as tokens are registered on top, as a plugin would do it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -118,8 +117,8 @@ def take_turns(turn: Turn) -> None:
     """End a turn where the loop has finished a step."""
     on_step = Observer.on_step
 
-    def observed(self: Observer, step: int, values: Mapping[str, Any], tokens: Any) -> None:
-        on_step(self, step, values, tokens)
+    def observed(self: Observer, *step: Any) -> None:
+        on_step(self, *step)
         turn.step_done()
 
     Observer.on_step = observed  # type: ignore[method-assign]

@@ -22,6 +22,7 @@ from ..core.errors import EnvironmentFault, ExitCode, LostContact
 from .assembler import set_assembler
 from .ending import TICK_SECONDS, skip_teardown
 from .environment import World
+from .freed_memory import keep_freed_memory
 from .job_group import create_job_group, create_subgroup
 
 
@@ -35,6 +36,7 @@ def pick_device(world: World) -> torch.device:
         EnvironmentFault: this machine has more processes than GPUs.
     """
     if not torch.cuda.is_available():
+        keep_freed_memory()
         return torch.device("mps" if world.world_size == 1 and takes_mps() else "cpu")
     visible = torch.cuda.device_count()
     # A scheduler that shows each task its own GPU alone calls it number 0.

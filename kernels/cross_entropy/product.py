@@ -24,14 +24,12 @@ def add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
         total = a.new_empty(a.shape[0], b.shape[1], dtype=wide)
     if total.dtype == a.dtype:
         return torch.mm(a, b, out=total) if is_first else total.addmm_(a, b)
-    write = _write_wide_product if _needs_operation(a) else _write_on_cpu
-    write(total, a, b, is_first)
+    if a.is_cpu:
+        # Plain operations: the first call of one of ours imports the compiler (torch 2.13), which
+        # takes a second and 100 MiB.
+        return total.copy_(a @ b) if is_first else total.add_(a @ b)
+    _write_wide_product(total, a, b, is_first)
     return total
-
-
-def _needs_operation(a: Tensor) -> bool:
-    # The first call of an operation of ours loads torch's compiler: half of a start on a CPU.
-    return a.is_cuda or torch.compiler.is_compiling()
 
 
 def scale_gradient(total: Tensor, grad: Tensor, dtype: torch.dtype) -> Tensor:
@@ -53,12 +51,7 @@ def _write_wide_product(total: Tensor, a: Tensor, b: Tensor, is_first: bool) -> 
         # and nothing is rounded in between. Torch takes such a total since 2.10.
         beta = 0 if is_first else 1
         torch.addmm(total, a, b, out_dtype=total.dtype, beta=beta, out=total)
-    else:
-        _write_on_cpu(total, a, b, is_first)
-
-
-def _write_on_cpu(total: Tensor, a: Tensor, b: Tensor, is_first: bool) -> None:
-    if is_first:
+    elif is_first:
         total.copy_(a @ b)
     else:
         total.add_(a @ b)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..operators import FLOATS, operator
-from . import reference
+from . import reference, rounded
 
 ALIGNMENT = 16
 """bytes; copies by hardware, and torch's grouped product, need rows that start at multiples"""
@@ -56,6 +56,11 @@ def _takes(x: Tensor, *widths: int) -> bool:
     return x.dtype in FLOATS and all(width * x.element_size() % ALIGNMENT == 0 for width in widths)
 
 
+def _is_rounded(x: Tensor) -> bool:
+    """Return whether products take rounded numbers of rows; see `rounded`."""
+    return x.device.type == "cpu" and x.dtype == torch.bfloat16
+
+
 @operator(
     "add_grouped_dw",
     cuda="grouped_gemm.triton_dw:add_grouped_dw",
@@ -73,7 +78,10 @@ def _grouped_mm(
 ) -> Tensor:
     if out_dtype != x.dtype or w.dtype != x.dtype or not _takes(x, *w.shape[1:]):
         return reference.grouped_mm(x, w, offs, trans_w=trans_w, out_dtype=out_dtype)
-    y = F.grouped_mm(x, w.mT if trans_w else w, offs=offs)
+    w = w.mT if trans_w else w
+    if _is_rounded(x):
+        return rounded.grouped_mm(x, w, offs)
+    y = F.grouped_mm(x, w, offs=offs)
     y[int(offs[-1]) :] = 0  # torch leaves the rows after the last group as they were in memory
     return y
 
@@ -87,6 +95,8 @@ def _grouped_mm(
 )
 def _grouped_dw(dy: Tensor, x: Tensor, offs: Tensor, out_dtype: torch.dtype) -> Tensor:
     if out_dtype == dy.dtype == x.dtype and _takes(x, dy.shape[1], x.shape[1]):
+        if _is_rounded(x):
+            return rounded.grouped_dw(dy, x, offs)
         return F.grouped_mm(dy.mT, x, offs=offs)
     return reference.grouped_dw(dy, x, offs, out_dtype=out_dtype)
 

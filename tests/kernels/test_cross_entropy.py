@@ -138,7 +138,6 @@ def test_weight_gradient_of_many_chunks_is_summed_in_fp32():
 
 def test_products_on_a_gpu_are_added_without_a_copy(monkeypatch):
     """The traced loss calls only our operation, and that calls only torch.addmm on a GPU."""
-    monkeypatch.setattr(product, "_needs_operation", lambda a: True)
     shapes = []
 
     class Shapes(TorchDispatchMode):
@@ -149,10 +148,9 @@ def test_products_on_a_gpu_are_added_without_a_copy(monkeypatch):
             return out
 
     with FakeTensorMode():
-        hidden, weight = (
-            torch.empty(rows, 16, dtype=torch.bfloat16, requires_grad=True) for rows in (96, 4096)
-        )
-        labels = torch.zeros(96, dtype=torch.int64)
+        options = {"dtype": torch.bfloat16, "requires_grad": True, "device": "meta"}
+        hidden, weight = (torch.empty(rows, 16, **options) for rows in (96, 4096))
+        labels = torch.zeros(96, dtype=torch.int64, device="meta")
         with Shapes():
             loss = reference.linear_cross_entropy(hidden, weight.float(), labels, chunk=32)
             loss.backward()
@@ -171,6 +169,14 @@ def test_products_on_a_gpu_are_added_without_a_copy(monkeypatch):
     for (given, *_, options), beta in zip(calls, (0, 1), strict=True):
         assert given is options["out"] is total
         assert (options["beta"], options["out_dtype"]) == (beta, torch.float32)
+
+
+def test_products_on_a_cpu_need_no_operation_of_ours(monkeypatch):
+    """The first call of one imports torch's compiler."""
+    monkeypatch.setattr(product, "_write_wide_product", lambda *_: pytest.fail("an operation"))
+    a, b = torch.randn(4, 8).bfloat16(), torch.randn(8, 3).bfloat16()
+    total = product.add_product(product.add_product(None, a, b), a, b)
+    torch.testing.assert_close(total, 2 * (a.float() @ b.float()), rtol=2**-7, atol=1e-2)
 
 
 class OnGPU(torch.Tensor):

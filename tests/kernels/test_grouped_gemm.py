@@ -7,12 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.autograd import gradcheck, gradgradcheck
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.cases import also
 from tests.kernels.child import needs_triton
 from tests.kernels.guarded import TOLERANCE, group_sizes, guards, relative_error, surrounded
 from tests.kernels.interpreted import interpreted
-from trainer.kernels.grouped_gemm import launch, op, reference
+from trainer.kernels.grouped_gemm import launch, op, reference, rounded
 from trainer.kernels.grouped_gemm.launch import Tiling
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -85,6 +86,34 @@ def test_the_reference_multiplies_each_group(sizes, trans_w, dtype):
     assert wide < TOLERANCE[torch.float32]
     assert dw_error(reference, sizes, 40, 56, dtype, torch.float32, True) < 1e-6
     assert dw_error(reference, sizes, 40, 56, dtype, dtype, False) < TOLERANCE[dtype]
+
+
+ROUNDED_SIZES = [*group_sizes(32), [1, 0, 300, 70], [257, 40, 0, 33, 5], [2, 3], [0, 0]]
+
+
+@pytest.mark.parametrize("sizes", ROUNDED_SIZES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16])
+def test_lengths_of_groups_are_rounded_up(dtype, sizes):
+    for trans_w, behind in ((True, 0), (False, 5), (True, 100)):
+        assert mm_error(op.grouped_mm, sizes, 40, 56, dtype, trans_w, behind) < TOLERANCE[dtype]
+    for n, k in ((40, 56), (56, 40)):  # either factor can be the narrower
+        assert dw_error(op, sizes, n, k, dtype, dtype, False) < TOLERANCE[dtype]
+
+
+def test_groups_of_all_lengths_are_products_of_few_shapes():
+    shapes = set()
+
+    class Shapes(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function.overloadpacket is torch.ops.aten.mm:
+                shapes.add(tuple(tuple(arg.shape) for arg in args[:2]))
+            return function(*args, **(kwargs or {}))
+
+    x, w, dy, offs = inputs([*range(1, 400), 1000], 8, 16, torch.bfloat16)
+    with Shapes():
+        rounded.grouped_mm(x, w.mT, offs)
+        rounded.grouped_dw(dy, x, offs)
+    assert 2 < len(shapes) <= 2 * 16  # 8 lengths up to 256, and 4 in each octave above
 
 
 def worst_mm(name, dtype, trans_w, out_dtype):
