@@ -16,7 +16,7 @@ from tests.kernels.test_moe import check_pieces, check_up
 from tests.kernels.test_permute import check_triton
 
 UP = [
-    ("live = rm < end", "live = rm <= end"),
+    ("live = rm < end", "live = rm < end - 1"),
     ("token[:, None] * K", "rm[:, None] * K"),
     ("first = expert * 2 * I", "first = expert * I"),
     ("w.load([first + I,", "w.load([first + BLOCK_N,"),
@@ -34,7 +34,7 @@ UP_CASES = [
     ([5, 0, 17, 33], 24, 40, torch.bfloat16, True, 3, True),
 ]
 FP8 = [
-    ("live = rm < end", "live = rm <= end"),
+    ("live = rm < end", "live = rm < end - 1"),
     ("* N + column * BLOCK\n        x_scale", "* N + column\n        x_scale"),
     ("* tiles_n + column) * steps", "* steps + column) * steps"),
     ("x_scale = x_scale_ptr + rm", "x_scale = x_scale_ptr + row + 0 * rm"),
