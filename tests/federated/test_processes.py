@@ -99,6 +99,12 @@ def compare(one, other, step):
         assert rows(one, kind) == found
 
 
+def test_two_processes_train_as_one(federate):
+    whole = federate("whole", **NESTEROV, evaluate__interval=4)
+    compare(whole, federate("two", **NESTEROV, evaluate__interval=4, federation__processes=2), 8)
+
+
+@pytest.mark.matrix
 def test_a_killed_worker_begins_its_client_s_round_again(federate, tmp_path):
     settings = {"federation__local_steps": 12, **NESTEROV}
     whole = federate("whole", **settings)
