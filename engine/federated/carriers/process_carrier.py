@@ -107,9 +107,9 @@ class ProcessCarrier(LocalCarrier):
     ) -> LocalResult:
         """Wait until a worker has trained a client, and take what it ends its round with."""
         while client.number not in self._finished:
-            self._assign(position)
+            self._assign(position, client.number)
             self._listen(check)
-        self._assign(position)  # no worker waits while the server merges
+        self._assign(position, client.number)  # no worker waits while the server merges
         ended, tensors = self._finished.pop(client.number)
         for text in ended["reports"]:
             self._report(text)
@@ -117,14 +117,22 @@ class ProcessCarrier(LocalCarrier):
             raise read_error(ended)
         return self._take(client, ended, tensors)
 
-    def _assign(self, position: Position) -> None:
-        """Give each worker that waits a client: one of its own, or another that is left."""
+    def _assign(self, position: Position, needed: int) -> None:
+        """Give workers that wait a client each: one of their own, or another that is left.
+
+        Args:
+            position: the position of the run at the start of the round.
+            needed: number of the client whose update comes next.
+        """
         count = self._table.processes
-        for worker in self._workers:
-            if self._waiting and worker.is_ready and worker.client is None:
+        for worker in list(self._workers):
+            # Updates that are early lie in the server's memory: not more than two for a worker.
+            is_full = len(self._finished) >= 2 * count
+            left = [number for number in self._waiting if number == needed or not is_full]
+            if left and worker.is_ready and worker.client is None:
                 place = worker.number
                 # A worker reads ahead in the data of the clients that it had before.
-                number = min(self._waiting, key=lambda n: (n % count != place, n))
+                number = min(left, key=lambda n: (n % count != place, n))
                 self._waiting.remove(number)
                 worker.client = number
                 if not worker.send(*self._describe(self._clients[number], position)):
