@@ -114,7 +114,7 @@ def plan(
     if as_json:
         print(json.dumps(asdict(costs), indent=1))
     else:
-        _print_plan(costs, loaded.federation.rounds or 1)
+        _print_plan(costs, loaded.federation.rounds or 1, loaded.federation.processes)
 
 
 @app.command()
@@ -160,7 +160,7 @@ def stop(
     echo(f"{run} has stopped" if stop_run(run, timeout) else f"{run} is not running")
 
 
-def _print_plan(costs: FederationPlan, rounds: int) -> None:
+def _print_plan(costs: FederationPlan, rounds: int, processes: int) -> None:
     total = costs.client_sent + costs.client_received
     rows = [
         ["trained weights", f"{costs.weights:,}"],
@@ -185,6 +185,7 @@ def _print_plan(costs: FederationPlan, rounds: int) -> None:
         ["memory of a client's rank", _size(costs.client_memory)],
         ["memory of the server", f"{_size(costs.server_memory)} a rank"],
         ["states of other clients", f"{_size(costs.kept_memory)} a rank"],
+        *[["worker processes", f"{processes} x {_size(costs.worker_memory)}"]] * (processes > 1),
     ]
     print_table([*rows, *_simulated(costs)])
 

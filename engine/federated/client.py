@@ -58,6 +58,11 @@ class Client:
     last_round: int = 0
     _batches: Iterator[list[Batch]] | None = None
 
+    def seek(self, batch: int) -> None:
+        """Continue after so many batches."""
+        if batch != self.batch:
+            self.batch, self._batches = batch, None
+
     def next_batch(self) -> list[Batch]:
         """Return the micro batches of the next step on this rank."""
         if self._batches is None:
@@ -74,11 +79,13 @@ class LocalResult:
         loss: training loss, the mean over what the task counts.
         count: units of the task, such as tokens, that it trained on.
         seconds: duration of its training.
+        restarts: how often it began again because the process that trained it died.
     """
 
     loss: float
     count: int
     seconds: float
+    restarts: int = 0
 
 
 def train_locally(

@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from ..assemble.assemble import Assembled
 from ..checkpoint.manifest import SaveInfo
-from ..checkpoint.state import model_state
 from ..checkpoint.store import CheckpointStore
 from ..core.errors import Problem, RecipeError
 from ..launch.signals import StopFlag
@@ -24,13 +21,8 @@ from ..train.saving import Saver
 from .arrivals.timeline import Timeline
 from .arrivals.trace import ClientTrace
 from .carriers.client_ranks import ClientRanks, divide_job
-from .clients import open_clients
-from .experts.subsets import HeldExperts, split_experts
+from .federation_parts import open_federation
 from .federation_state import FederationState
-from .held_buffers import HeldBuffers
-from .layers.masks import Masks
-from .merge.geometry import Geometry
-from .optimizer_policy import OptimizerPolicy
 from .rounds import Rounds
 from .server.server import Server
 from .tables import Federation, carriers
@@ -92,40 +84,21 @@ class FederatedLoop(RunLoop):
         """Open the clients and the server, and return what saves and restores them."""
         recipe, table = parts.recipe, parts.recipe.federation
         assert table is not None, "`require` made sure of it"
-        clients = open_clients(parts, table, report)
-        weights, buffers = _divide_tensors(parts)
-        experts = _open_experts(parts, table)
-        if experts:
-            weights, buffers = (split_experts(parts.model, each) for each in (weights, buffers))
-        averaged = buffers if table.buffers == "average" else {}
-        duplicates = set(map(id, parts.parallel_model.duplicate_parameters))
-        measured = {name: each for name, each in weights.items() if id(each) not in duplicates}
-        holders = parts.degrees.world // parts.degrees.pipeline
-        trained = dict(parts.model.named_parameters())
-        frozen = [name for name, weight in trained.items() if not weight.requires_grad]
-        masks = Masks(table, list(weights), frozen)
-        geometry = Geometry(measured, holders, parts.device)
-        server = Server(table, weights, averaged, geometry, masks)
-        for client in clients:
-            client.error = server.compressor.begin_errors()
-        held = HeldBuffers({} if averaged else buffers, keeps=table.buffers == "local")
-        names: dict[Tensor, str] = {
-            weight: name if name in weights else f"{name}.0"
-            for name, weight in trained.items()
-            if weight.requires_grad
-        }
-        policy = OptimizerPolicy(table.client_optimizer, parts.optimizer, names, masks)
         config, ranks = carriers[table.carrier].model_validate({}), ClientRanks()
+        build_carrier = config.build(table)  # before the clients: it may refuse the recipe
+        members = open_federation(parts, table, report)
+        clients, server = members.clients, members.server
         if store.group and config.num_parts(table) > 1:
             timeout = recipe.resilience.collective_timeout_seconds
             ranks = divide_job(store.group, table.num_clients, timeout)
-        carrier = config.build()(table, parts, clients, server, policy, held, ranks, experts)
+        carrier = build_carrier(table, parts, members, ranks, report)
         seed, interval = recipe.run.seed, recipe.ema.interval
         timeline = _open_timeline(table, parts, server)
         self.rounds = Rounds(
             table, seed, parts, clients, server, carrier, timeline, interval, report
         )
         group = None if ranks.peers else store.group
+        policy, held = members.policy, members.held
         state = FederationState(parts, group, clients, server, policy, held, ranks, timeline)
         return Saver(store, parts, health, identity, report, state)
 
@@ -141,22 +114,8 @@ class FederatedLoop(RunLoop):
     ) -> Outcome:
         """Train from a position to the last round; see `Rounds.train`."""
         assert self.rounds is not None, "`open_saver` comes first"
-        return self.rounds.train(position, saver, health, observer, stop, tasks)
-
-
-def _open_experts(parts: Assembled, table: Federation) -> HeldExperts | None:
-    """Return what gives clients their experts, if the recipe says so.
-
-    Raises:
-        RecipeError: several ranks share a client.
-    """
-    if not table.experts.is_enabled:
-        return None
-    if parts.degrees.world > 1:
-        message = f"{parts.degrees.world} ranks share a client, and experts need one"
-        raise RecipeError([Problem(message, "federation.experts.assignment")])
-    seed, balance = parts.recipe.run.seed, parts.step.balance
-    return HeldExperts(table.experts, parts.model, balance, table.num_clients, seed)
+        with self.rounds.carrier.running():
+            return self.rounds.train(position, saver, health, observer, stop, tasks)
 
 
 def _open_timeline(table: Federation, parts: Assembled, server: Server) -> Timeline | None:
@@ -171,13 +130,3 @@ def _open_timeline(table: Federation, parts: Assembled, server: Server) -> Timel
     bits, seed = 8 * (sent + received), parts.recipe.run.seed
     trace = ClientTrace(table.trace, table.num_clients, parts.stride, bits, seed, names)
     return Timeline(table.late, table.trace, trace)
-
-
-def _divide_tensors(parts: Assembled) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the trained weights, and the saved buffers of floating-point numbers, by name."""
-    weights = dict(parts.model.named_parameters())
-    state = model_state(parts.model)
-    tensors = {name.removeprefix("model."): tensor for name, tensor in state.items()}
-    trained = {name: tensors[name] for name in weights if weights[name].requires_grad}
-    buffers = {name: tensor for name, tensor in tensors.items() if name not in weights}
-    return trained, {name: each for name, each in buffers.items() if each.is_floating_point()}

@@ -31,8 +31,22 @@ class HeldBuffers:
     @torch.no_grad()
     def begin(self, client: Client) -> None:
         """Fill the buffers before a client trains."""
+        self.fill(self.starting_for(client))
+
+    def starting_for(self, client: Client) -> dict[str, Tensor]:
+        """Return the buffers with which a client's round starts, by name."""
+        return {name: client.buffers.get(name, each) for name, each in self._initial.items()}
+
+    @property
+    def buffers(self) -> Mapping[str, Tensor]:
+        """The buffers of the model, by name."""
+        return self._buffers
+
+    @torch.no_grad()
+    def fill(self, values: Mapping[str, Tensor]) -> None:
+        """Give the model values of all buffers."""
         for name, buffer in self._buffers.items():
-            local(buffer).copy_(local(client.buffers.get(name, self._initial[name])))
+            local(buffer).copy_(local(values[name]))
 
     @torch.no_grad()
     def end(self, client: Client) -> None:

@@ -97,6 +97,12 @@ class OptimizerPolicy:
                     local(state[weight][key]).copy_(local(value))
         self._optimizer.state = state
 
+    def take(self, client: Client, state: State) -> None:
+        """Take the state with which another process has ended a client's round."""
+        self._optimizer.state = state
+        if self.keeps:
+            client.optimizer = state
+
     @torch.no_grad()
     def end(
         self, weight: float, rows_of: Callable[[str], Tensor | None] = lambda name: None

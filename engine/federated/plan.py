@@ -44,6 +44,8 @@ class FederationPlan:
         kept_memory: bytes that the optimizer states of the other clients, what compression has lost
             of all, and with fragments the weights of all, take where clients train in turn.
         largest_sent: bytes from a client to the server in the round of the largest fragment.
+        worker_memory: bytes of a worker process: a client's rank, a copy of the global weights, and
+            the memory that it shares with the server; 0: clients train where the server is.
         simulation: what simulated rounds with faults have found; None: none were asked for.
     """
 
@@ -60,6 +62,7 @@ class FederationPlan:
     server_memory: int
     kept_memory: int
     largest_sent: int
+    worker_memory: int = 0
     simulation: RoundSimulation | None = None
 
 
@@ -125,6 +128,8 @@ def plan_federation(
     copies = 2 + len(table.server.states) + size * holds
     kept = table.compression.has_feedback + table.keeps_weights
     keeps = table.client_optimizer in ("keep", "schedule") and table.carrier == "local"
+    has_workers = table.processes > 1
+    shared = 2 * (sum(sizes) + averaged) * BYTES + optimizer
     return FederationPlan(
         weights=sum(sizes),
         buffers=averaged,
@@ -137,9 +142,10 @@ def plan_federation(
         compute_seconds=steps * step_seconds,
         client_memory=memory.total_bytes,
         server_memory=(copies * sum(sizes) + max(sizes)) * BYTES // world,
-        kept_memory=optimizer * (table.num_clients - 1) * keeps
+        kept_memory=optimizer * (table.num_clients - (not has_workers)) * keeps
         + kept * table.num_clients * sum(sizes) * BYTES // world,
         largest_sent=max(out) + averaged * BYTES,
+        worker_memory=(memory.total_bytes + shared) * has_workers,
         simulation=simulate_rounds(table, steps, 8 * (sent + received), recipe.run.seed, rounds)
         if rounds
         else None,

@@ -200,6 +200,7 @@ class _RoundLog:
         arrival = update.arrival
         reason: dict[str, Any] = {"rejected": arrival.rejected} if arrival.rejected else {}
         reason |= {"late": True} if arrival.is_late else {}
+        reason |= {"restarts": update.result.restarts} if update.result.restarts else {}
         return {
             "kind": "client",
             "step": self.step,

@@ -142,8 +142,8 @@ merges: Registry[MergeConfig] = Registry(
 class CarrierConfig(Component):
     """Base of what moves weights and updates between the server and its clients."""
 
-    def build(self) -> type[Any]:
-        """Return the class of the carrier; see `LocalCarrier`."""
+    def build(self, table: Federation) -> type[Any]:
+        """Return the class of the carrier that a recipe's table asks for; see `LocalCarrier`."""
         raise NotImplementedError
 
     def num_parts(self, table: Federation) -> int:
@@ -170,9 +170,11 @@ class Federation(Table):
     """Federated and low-communication training: clients train apart, a server merges them."""
 
     carrier: Annotated[str, OneOf(carriers)] = "local"
-    """"local": clients train one after another in this process, or in the ranks of --nproc;
-    "torchrun": all at once, each in its own part of the ranks of --nproc, or of a job; "job": the
-    replica groups of parallel.replicate of an ordinary `trainer run` are the clients"""
+    """"local": clients train on this machine, in turn or in worker processes, or in the ranks of
+    --nproc; "torchrun": all at once, each in its own part of the ranks of --nproc, or of a job;
+    "job": the replica groups of parallel.replicate of an ordinary `trainer run` are the clients"""
+    processes: Count = 1
+    """worker processes of "local", which train a client each at a time; 1: clients in turn"""
     clients: Count | None = None
     """number of clients, all alike; or give one [[federation.client]] each"""
     client: Annotated[list[FederationClient], Field(max_length=10_000)] = []

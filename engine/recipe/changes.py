@@ -43,6 +43,7 @@ FREE = (
     "checkpoint",
     "evaluate",
     "federation.carrier",
+    "federation.processes",
     "metrics",
     "profile",
     "resilience",

@@ -10,6 +10,7 @@ from tests.federated.conftest import RECIPE, assert_equal, rows, tensors
 from trainer.engine.federated.carriers.configs import Local
 from trainer.engine.federated.experts.subsets import assign_experts
 from trainer.engine.federated.experts.tables import ExpertSubsets
+from trainer.engine.federated.tables import Federation
 
 MOE = RECIPE.replace("[model]\n", '[model]\nname = "qwen3"\nflavor = "moe_debug"\n')
 
@@ -33,7 +34,7 @@ def test_every_expert_has_holders(assignment, overlap, holders):
 @pytest.fixture
 def watched(monkeypatch, command, tmp_path):
     """Record what each client ends a round with: its weights, moments and tokens of experts."""
-    carrier = Local().build()
+    carrier = Local().build(Federation())
     seen = {}
     honest = carrier._weigh
 

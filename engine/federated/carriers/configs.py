@@ -13,12 +13,16 @@ if TYPE_CHECKING:
 
 
 class Local(CarrierConfig):
-    """Clients train one after another in this process, or in the ranks of one client's plan."""
+    """Clients train on this machine: one after another, or in worker processes."""
 
     name: Literal["local"] = "local"
 
-    def build(self) -> type[LocalCarrier]:
+    def build(self, table: Federation) -> type[LocalCarrier]:
         """Return the class of the carrier."""
+        if table.processes > 1:
+            from .process_carrier import ProcessCarrier
+
+            return ProcessCarrier
         from .local_carrier import LocalCarrier
 
         return LocalCarrier
@@ -29,7 +33,7 @@ class Torchrun(CarrierConfig):
 
     name: Literal["torchrun"] = "torchrun"
 
-    def build(self) -> type[TorchrunCarrier]:
+    def build(self, table: Federation) -> type[TorchrunCarrier]:
         """Return the class of the carrier."""
         from .torchrun_carrier import TorchrunCarrier
 
@@ -54,13 +58,19 @@ def ranks_of_client(table: Federation, world: int) -> int:
         world: number of ranks of the job.
 
     Raises:
-        RecipeError: the carrier needs a part of the ranks for each client, or is the one of
-            ordinary runs.
+        RecipeError: the carrier needs a part of the ranks for each client, or one rank a client,
+            or is the one of ordinary runs.
     """
     if table.is_job:
         message = 'carrier = "job" makes the replica groups of an ordinary run the clients'
         hint = "run it with `trainer run`"
         raise RecipeError([Problem(message, key="federation.carrier", hint=hint)])
+    if table.processes > 1 and world > 1:
+        message = (
+            f"is {table.processes}, and worker processes train clients of one rank, not {world}"
+        )
+        hint = 'leave it out, or train clients at once with carrier = "torchrun"'
+        raise RecipeError([Problem(message, key="federation.processes", hint=hint)])
     parts = carriers[table.carrier].model_validate({}).num_parts(table)
     if world % parts:
         message = f"{parts} clients of equally many ranks cannot share {world}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -14,9 +15,7 @@ from ...launch.signals import StopFlag
 from ...train.average import reshard
 from ...train.parts import Parts, Position
 from ..client import Client, LocalResult, train_locally
-from ..experts.subsets import HeldExperts
-from ..held_buffers import HeldBuffers
-from ..optimizer_policy import OptimizerPolicy
+from ..federation_parts import FederationParts
 from ..server.arrival import Arrival
 from ..server.server import Server
 from ..tables import Federation
@@ -48,34 +47,29 @@ class LocalCarrier:
     Args:
         table: the recipe's `[federation]`.
         parts: the parts of one client's plan.
-        clients: all clients, in the order of their numbers.
-        server: the server.
-        policy: what becomes of the clients' optimizer state.
-        held: the buffers that do not travel.
+        members: clients and server.
         ranks: the clients whose state this rank keeps.
-        experts: gives clients their experts; None: each holds all.
+        report: shows a message to the user.
     """
 
     def __init__(
         self,
         table: Federation,
         parts: Parts,
-        clients: Sequence[Client],
-        server: Server,
-        policy: OptimizerPolicy,
-        held: HeldBuffers,
+        members: FederationParts,
         ranks: ClientRanks,
-        experts: HeldExperts | None = None,
+        report: Callable[[str], None],
     ) -> None:
         self._ranks = ranks
         self._table = table
         self._parts = parts
-        self._clients = clients
-        self._server = server
-        self._policy = policy
-        self._held = held
-        self._experts = experts
-        for client in clients:
+        self._clients = members.clients
+        self._server = server = members.server
+        self._policy = members.policy
+        self._held = held = members.held
+        self._experts = members.experts
+        self._report = report
+        for client in members.clients:
             if ranks.owns(client.number):
                 held.begin(client)
                 held.end(client)
@@ -84,6 +78,10 @@ class LocalCarrier:
         self._bytes = count_bytes(parts, server, shared)
         states = {name: tensor for name, each in server.states.items() for tensor in each.values()}
         self._state_bytes = count_bytes(parts, server, states) * len(table.server.states)
+
+    def running(self) -> AbstractContextManager[None]:
+        """Return a context around all rounds: what trains clients elsewhere ends with it."""
+        return nullcontext()
 
     def run_round(
         self, chosen: Sequence[int], position: Position, check: Callable[[], None]
@@ -106,7 +104,7 @@ class LocalCarrier:
                 experts.begin(number)
                 absent = experts.not_held()
             received = self._count_received(client, position, absent)
-            result = self._train(client, position, check)
+            result = self.train_client(client, position, check)
             if experts:
                 tokens = experts.end()
             weight = self._weigh(result)
@@ -132,7 +130,9 @@ class LocalCarrier:
         """Return whether a signal asks to end a round before its end, on any rank of a client."""
         return stop.agree()
 
-    def _train(self, client: Client, position: Position, check: Callable[[], None]) -> LocalResult:
+    def train_client(
+        self, client: Client, position: Position, check: Callable[[], None]
+    ) -> LocalResult:
         """Run a client's steps of a round; the model has its weights then."""
         self._server.broadcast()
         self._policy.begin(client)

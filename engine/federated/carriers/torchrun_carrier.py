@@ -64,7 +64,7 @@ class TorchrunCarrier(LocalCarrier):
         gradient: Gradient = {}
         if number in chosen:
             try:
-                result = self._train(client, position, check)
+                result = self.train_client(client, position, check)
             except StopRequested:
                 report = "stopped"
             else:

@@ -148,6 +148,15 @@ class HeldExperts:
             if name in model:
                 model[name].copy_(weights[name])
 
+    @property
+    def tokens(self) -> dict[str, Tensor]:
+        """The tokens that a client has routed to each expert in its round, [E], by layer."""
+        return self._tokens
+
+    def take_tokens(self, tokens: dict[str, Tensor]) -> None:
+        """Take the tokens that another process has counted."""
+        self._tokens = tokens
+
     def end(self) -> dict[str, float]:
         """Let the routers choose among all; return the tokens of each held tensor, by name."""
         for layer in self._layers.values():

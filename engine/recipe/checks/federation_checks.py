@@ -16,6 +16,7 @@ def check_federation(recipe: Recipe) -> Iterator[Finding]:
     if table is None:
         return
     yield from _check_job(recipe) if table.is_job else _check_counts(recipe)
+    yield from _check_processes(recipe)
     yield from _check_clients(recipe)
     yield from _check_fragments(recipe)
     yield from _check_layers(recipe)
@@ -94,6 +95,26 @@ def _check_counts(recipe: Recipe) -> Iterator[Finding]:
     if table.local_tokens is not None and recipe.task.unit != "tokens":
         message = f'the task "{recipe.task.name}" does not count tokens'
         yield ("federation", "local_tokens"), message, "give local_steps"
+
+
+def _check_processes(recipe: Recipe) -> Iterator[Finding]:
+    """Yield what does not fit clients that train in worker processes."""
+    table, ranks = recipe.federation, recipe.parallel.degrees.known.world
+    assert table is not None
+    if table.processes == 1:
+        return
+    path = ("federation", "processes")
+    if table.carrier != "local":
+        message = f'is unsupported with carrier = "{table.carrier}"'
+        yield path, message, 'use carrier = "local"'
+    elif ranks > 1:
+        message = f"is unsupported with {ranks} ranks a client, as [parallel] says"
+        yield path, message, 'carrier = "torchrun" trains such clients at once'
+    elif table.processes > table.sample_size > 0:
+        message = f"({table.processes}) is more than the {table.sample_size} clients of a round"
+        yield path, message, f"at most {table.sample_size}"
+    if recipe.parallel.fsdp.offload:
+        yield ("parallel", "fsdp", "offload"), "is unsupported with federation.processes", ""
 
 
 def _check_layers(recipe: Recipe) -> Iterator[Finding]:
