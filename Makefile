@@ -17,7 +17,7 @@ run: $(TO_RUN) ## train recipes/quickstart.toml, then let it write
 	$(BIN)/trainer run recipes/quickstart.toml
 	$(BIN)/trainer generate runs/quickstart --prompt 'import ' --prompt 'def __init__(self, ' --temperature 0.7
 
-test: $(TO_DEVELOP) ## run the test suite: every behaviour once, 12 minutes on two cores
+test: $(TO_DEVELOP) ## run the test suite: every behaviour once, 8 minutes on two cores
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-all: test ## run every test: `test`, then all parts of tests/parts.toml (an hour)
