@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 BUCKET_BYTES = 2**20
-"""small tensors travel together; a larger one travels alone, from and to its own memory"""
+"""small tensors are sent together; a larger one is sent alone, without a copy"""
 
 PIECE = 2**20
-"""values that are averaged at once, so that a piece travels while another one is averaged"""
+"""number of values that are averaged at once, while the next piece is being sent"""
 
 
 def average_in_order(

@@ -23,7 +23,7 @@ MODULE = f"{PACKAGE}.engine.federated.workers.worker"
 
 
 class WorkerProcess:
-    """A process that trains clients.
+    """Starts, feeds and ends a worker process that trains clients.
 
     Args:
         number: number of the worker, counted from 0.
