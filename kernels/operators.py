@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import signature
 from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
 import torch
@@ -54,8 +55,11 @@ def operator(
         schema = torch.library.infer_schema(function, mutates_args=mutates_args)
         target = f"{__package__}.{cuda}"
 
+        # torch leaves arguments out that have their defaults.
+        defaults = [each.default for each in signature(function).parameters.values()]
+
         def launch(*args: Any) -> Any:
-            return load(target)(*args)
+            return load(target)(*args, *defaults[len(args) :])
 
         operation = torch.library.custom_op(
             f"trainer::{name}",

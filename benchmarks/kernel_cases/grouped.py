@@ -81,7 +81,6 @@ def _products(
             "loop": _loop,
             "ours": lambda x, w, offs, host: grouped_gemm.grouped_mm(x, w, offs),
             "ours, pointers": _tiled(launch.POINTERS),
-            "ours, specialised": _tiled(launch.SPECIALISED),
         },
         _exact,
         **about,

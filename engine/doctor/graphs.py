@@ -70,6 +70,10 @@ def trace(recipe: Recipe, ranks: int, vocab_size: int) -> list[Traced]:
     )
     tracer = _Tracer(recipe.model.layout.blocks or "model")
     dynamo_counters.clear()
+    # Dynamo reads the GPU's random state, and recomputation refuses a GPU that is first used
+    # inside a block.
+    if torch.cuda.is_available():
+        torch.cuda.init()
     with (
         tracer.watching(),
         simulate_rank(recipe, ranks - 1, ranks, vocab_size, compiles=True) as (_, step, plan),

@@ -29,8 +29,6 @@ class Tiling:
     """tiles are copied by the tensor memory accelerator, not by threads"""
     halves: bool = False
     """a tile is written in two halves, so that a further stage fits"""
-    specialised: bool = False
-    """some warps only copy, the others only multiply"""
     per_processor: int = 1
     """programs that a multiprocessor has room for"""
 
@@ -46,8 +44,6 @@ TMA = Tiling(128, 256, 64, warps=8, stages=4, tma=True, halves=True)
 # Two of these are resident: one multiplies while the other fills its pipeline or stores.
 TMA_HALF = Tiling(128, 128, 64, warps=8, stages=3, tma=True, halves=True, per_processor=2)
 TMA_QUARTER = Tiling(128, 64, 64, warps=4, stages=4, tma=True, per_processor=2)
-# The compiler specialises warps on Hopper alone, for four warps and tiles of 128 rows or more.
-SPECIALISED = Tiling(128, 256, 64, warps=4, stages=4, tma=True, specialised=True)
 DW_POINTERS = Tiling(64, 128, 128, warps=8, stages=3)
 DW_SMALL = Tiling(32, 64, 64, warps=4, stages=3, per_processor=2)
 DW_TMA = Tiling(64, 128, 128, warps=8, stages=3, tma=True, per_processor=2)

@@ -136,54 +136,29 @@ def _tma_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
     HALVES: tl.constexpr,
-    SPECIALISED: tl.constexpr,
 ):
-    """Take x, w and y as descriptors; with specialised warps, as pointers."""
-    # The compiler cuts the tiles of x for two groups of warps that multiply, and their descriptor
-    # with them: it must see where that is made.
-    if SPECIALISED:
-        x = tl.make_tensor_descriptor(x, [M, K], [K, 1], [BLOCK_M, BLOCK_K])
-        if TRANS_W:
-            w = tl.make_tensor_descriptor(w, [E * N, K], [K, 1], [BLOCK_N, BLOCK_K])
-        else:
-            w = tl.make_tensor_descriptor(w, [E * K, N], [N, 1], [BLOCK_K, BLOCK_N])
+    """Take x, w and y as descriptors."""
     tiles_m = tl.load(n_tiles_ptr)
     tiles_n = tl.cdiv(N, BLOCK_N)
     tiles = tiles_m * tiles_n
-    # The compiler specialises the warps of for loops alone, whose programs have fixed shares.
-    if SPECIALISED:
-        for tile in tl.range(
-            tl.program_id(0), tiles, tl.num_programs(0), flatten=False, warp_specialize=True
-        ):
-            expert, row, end, column = find_tile(
-                tile, tiles_m, tiles_n, tile_map_ptr, offs_ptr, M, E, BLOCK_M, GROUP_M
-            )
-            n = column * BLOCK_N
-            total = _tma_sum(x, w, expert, row, n, N, K, E, TRANS_W, BLOCK_M, BLOCK_N, BLOCK_K)
-            rm = row + tl.arange(0, BLOCK_M)
-            rn = n + tl.arange(0, BLOCK_N)
-            y_ptrs = y + rm[:, None].to(tl.int64) * N + rn[None, :]
-            y_mask = (rm < end)[:, None] & (rn < N)[None, :]
-            tl.store(y_ptrs, total.to(y.dtype.element_ty), mask=y_mask)
-    else:
+    tile = take_tile(n_tiles_ptr + 1)
+    while tile < tiles:
+        expert, row, end, column = find_tile(
+            tile, tiles_m, tiles_n, tile_map_ptr, offs_ptr, M, E, BLOCK_M, GROUP_M
+        )
+        n = column * BLOCK_N
+        total = _tma_sum(x, w, expert, row, n, N, K, E, TRANS_W, BLOCK_M, BLOCK_N, BLOCK_K)
         tile = take_tile(n_tiles_ptr + 1)
-        while tile < tiles:
-            expert, row, end, column = find_tile(
-                tile, tiles_m, tiles_n, tile_map_ptr, offs_ptr, M, E, BLOCK_M, GROUP_M
-            )
-            n = column * BLOCK_N
-            total = _tma_sum(x, w, expert, row, n, N, K, E, TRANS_W, BLOCK_M, BLOCK_N, BLOCK_K)
-            tile = take_tile(n_tiles_ptr + 1)
-            if HALVES:
-                half: tl.constexpr = BLOCK_N // 2
-                # Stored in two halves, through a buffer of half the size: a further stage of loads
-                # then fits into shared memory.
-                pairs = tl.permute(tl.reshape(total, (BLOCK_M, 2, half)), (0, 2, 1))
-                left, right = tl.split(pairs)
-                _store_rows(y, row, end, n, left.to(y.dtype), BLOCK_M, half)
-                _store_rows(y, row, end, n + half, right.to(y.dtype), BLOCK_M, half)
-            else:
-                _store_rows(y, row, end, n, total.to(y.dtype), BLOCK_M, BLOCK_N)
+        if HALVES:
+            half: tl.constexpr = BLOCK_N // 2
+            # Stored in two halves, through a buffer of half the size: a further stage of loads
+            # then fits into shared memory.
+            pairs = tl.permute(tl.reshape(total, (BLOCK_M, 2, half)), (0, 2, 1))
+            left, right = tl.split(pairs)
+            _store_rows(y, row, end, n, left.to(y.dtype), BLOCK_M, half)
+            _store_rows(y, row, end, n + half, right.to(y.dtype), BLOCK_M, half)
+        else:
+            _store_rows(y, row, end, n, total.to(y.dtype), BLOCK_M, BLOCK_N)
 
 
 def grouped_mm(
@@ -236,20 +211,8 @@ def grouped_mm(
         "num_stages": tiling.stages,
     }
     if tiling.tma:
-        operands: tuple[Any, ...] = (x, w, y)
-        if tiling.specialised:
-            # Descriptors that are made in the kernel live in global memory.
-            triton.set_allocator(_scratch)
-        else:
-            operands = _descriptors(x, w, y, trans_w, tiling)
-        _tma_kernel[grid](
-            *operands,
-            *lists,
-            *sizes,
-            HALVES=tiling.halves,
-            SPECIALISED=tiling.specialised,
-            **options,
-        )
+        operands = _descriptors(x, w, y, trans_w, tiling)
+        _tma_kernel[grid](*operands, *lists, *sizes, HALVES=tiling.halves, **options)
     else:
         _pointers_kernel[grid](x, w, y, *lists, *sizes, EVEN_K=K % tiling.block_k == 0, **options)
     return y
@@ -264,8 +227,3 @@ def _descriptors(x: Tensor, w: Tensor, y: Tensor, trans_w: bool, tiling: Tiling)
         TensorDescriptor.from_tensor(w.flatten(0, 1), weight),
         create_ragged_descriptor(y, [tiling.block_m, columns]),
     )
-
-
-def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
-    """Return memory for the descriptors that a kernel makes."""
-    return torch.empty(size, dtype=torch.int8, device="cuda")

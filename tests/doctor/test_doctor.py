@@ -24,7 +24,7 @@ def test_a_healthy_machine(tmp_path: Path) -> None:
     assert (code, report["healthy"]) == (0, True)
     assert torch.__version__.startswith(texts["torch"]), "the build (+cpu, +cu130) may be left out"
     assert "a group of one process works" in texts["gloo"]
-    assert texts["kernel rms_norm"] == "torch: fastest measured"
+    assert texts["kernel rms_norm"].startswith("torch: ")
     if not torch.cuda.is_available():
         assert "this is a CPU" in texts["kernels by triton"]
     assert "MiB/s" in texts["disk"]

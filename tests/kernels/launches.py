@@ -45,13 +45,6 @@ def grouped_mm_of_columns(columns: int, trans_w: bool) -> None:
     triton.grouped_mm(rows(INNER), w, offs(), trans_w=trans_w)
 
 
-def grouped_mm_specialised(trans_w: bool) -> None:
-    from trainer.kernels.grouped_gemm import launch, triton
-
-    tiling = launch.SPECIALISED
-    triton.grouped_mm(rows(INNER), weight(trans_w), offs(), trans_w=trans_w, tiling=tiling)
-
-
 def grouped_mm_fp32() -> None:
     from trainer.kernels.grouped_gemm import triton
 
@@ -113,8 +106,6 @@ LAUNCHES = {
     "grouped_mm, 128 columns, dx": (grouped_mm_of_columns, (128, False), EVERYWHERE),
     "grouped_mm, 64 columns": (grouped_mm_of_columns, (64, True), EVERYWHERE),
     "grouped_mm, 64 columns, dx": (grouped_mm_of_columns, (64, False), EVERYWHERE),
-    "grouped_mm, specialised": (grouped_mm_specialised, (True,), HOPPER),
-    "grouped_mm, specialised, dx": (grouped_mm_specialised, (False,), HOPPER),
     "grouped_mm, fp32": (grouped_mm_fp32, (), EVERYWHERE),
     "grouped_dw": (grouped_dw, (), EVERYWHERE),
     "grouped_dw, added": (add_grouped_dw, (), EVERYWHERE),
@@ -133,4 +124,3 @@ WITH_TMA = {
     "grouped_dw, added",
     *(name for name in LAUNCHES if "columns" in name),
 }
-SPECIALISED = {"grouped_mm, specialised", "grouped_mm, specialised, dx"}

@@ -13,7 +13,7 @@ import pytest
 from tests.cases import also
 from tests.kernels.child import ROOT, needs_triton
 from tests.kernels.compiled import SHARED_BYTES, compiled, on_each_triton
-from tests.kernels.launches import LAUNCHES, PRODUCTS, SPECIALISED, WITH_TMA, grouped_dw, grouped_mm
+from tests.kernels.launches import LAUNCHES, PRODUCTS, WITH_TMA, grouped_dw, grouped_mm
 
 pytestmark = [needs_triton, pytest.mark.matrix]
 
@@ -89,9 +89,8 @@ def check_product(name, arch, instructions):
         name,
         instructions,
     )
-    is_tma = arch >= 90 and name in WITH_TMA | SPECIALISED
+    is_tma = arch >= 90 and name in WITH_TMA
     assert ("UTMALDG" in instructions) == is_tma, (name, instructions)
-    assert ("USETMAXREG" in instructions) == (name in SPECIALISED), (name, instructions)
 
 
 @pytest.mark.parametrize("launch", [lambda: (grouped_mm, True), lambda: (grouped_dw,)])

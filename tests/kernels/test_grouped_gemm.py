@@ -23,7 +23,6 @@ TILINGS = {
     "pointers": Tiling(**SMALL),
     "tma": Tiling(**SMALL, tma=True),
     "halves": Tiling(**SMALL, tma=True, halves=True),
-    "specialised": Tiling(**SMALL, tma=True, specialised=True),
 }
 PROGRAMS = itertools.cycle([1, 3, 1000])
 
@@ -142,7 +141,7 @@ def test_triton_multiplies_each_group(name, trans_w, dtype):
 
 @needs_triton
 def test_a_result_can_be_wider_than_its_operands():
-    for name in ("pointers", "specialised"):
+    for name in "pointers":
         assert interpreted(worst_mm, name, torch.bfloat16, True, torch.float32) < 1e-6
 
 

@@ -12,7 +12,7 @@ import torch
 from tests.kernels.test_moe import choices, layer, run
 from trainer.kernels.cross_entropy.op import linear_cross_entropy
 from trainer.kernels.cvmm.op import cvmm, cvmm_prepare_sel2
-from trainer.kernels.grouped_gemm import launch, op
+from trainer.kernels.grouped_gemm import op
 from trainer.kernels.permute.op import row_dots
 from trainer.kernels.quantize.op import dequant, quant_act, quant_weight
 from trainer.kernels.rms_norm.op import add_rms_norm, rms_norm
@@ -42,10 +42,6 @@ def experts(I, K, dtype):  # noqa: E741
     back(row_dots(x, rows, plan.slot), cvmm(x, cvmm_prepare_sel2(sel), w13.mT))
     rows, w13 = rows.detach(), w13.detach()
     op.add_grouped_dw(torch.zeros_like(w13), rows @ w13[0].T, rows, plan.offs)
-    if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9 and K % 64 == 0:
-        from trainer.kernels.grouped_gemm import triton
-
-        triton.grouped_mm(rows, w13, plan.offs, tiling=launch.SPECIALISED)
 
 
 def fp8():

@@ -17,7 +17,7 @@ from tests.kernels.test_grouped_gemm import (
 )
 from tests.kernels.test_permute import errors as permute_errors
 from tests.kernels.test_routing import listed
-from trainer.kernels.grouped_gemm import launch, op
+from trainer.kernels.grouped_gemm import op
 from trainer.kernels.permute import op as permute_op
 from trainer.kernels.routing import op as routing_op
 from trainer.kernels.routing import reference as routing_reference
@@ -51,18 +51,6 @@ def test_products(sizes, shape, trans_w, dtype):
     for out_dtype, add in ((dtype, False), (torch.float32, True)):
         error = dw_error(triton_dw, sizes, *shape, dtype, out_dtype, add)
         assert error < max(TOLERANCE[out_dtype], WIDE_TOLERANCE)
-
-
-@pytest.mark.parametrize("trans_w", [True, False])
-@pytest.mark.parametrize("sizes", group_sizes(128), ids=str)
-def test_specialised_products(sizes, trans_w):
-    from trainer.kernels.grouped_gemm import triton
-
-    if torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("warps are specialised on Hopper alone")
-    case = (sizes, 384, 512, torch.bfloat16, trans_w, 70)
-    error = mm_error(triton.grouped_mm, *case, tiling=launch.SPECIALISED)
-    assert error < TOLERANCE[torch.bfloat16]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
