@@ -73,7 +73,7 @@ def trace(recipe: Recipe, ranks: int, vocab_size: int) -> list[Traced]:
     # Dynamo reads the GPU's random state, and recomputation refuses a GPU that is first used
     # inside a block.
     if torch.cuda.is_available():
-        torch.cuda.init()
+        torch.cuda.init()  # type: ignore[no-untyped-call]  # torch gives it no types
     with (
         tracer.watching(),
         simulate_rank(recipe, ranks - 1, ranks, vocab_size, compiles=True) as (_, step, plan),

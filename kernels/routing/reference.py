@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 TILE_BITS = 16
@@ -76,14 +77,14 @@ def untiled_plan(sel: Tensor, num_experts: int) -> RoutingPlan:
     # Not bincount: its length depends on the data, so it waits for the device.
     counts = torch.zeros(num_experts, dtype=torch.int32, device=sel.device)
     counts.scatter_add_(0, flat, torch.ones_like(rows))
-    starts = counts.new_zeros(num_experts + 1)
-    starts[1:] = counts.cumsum(0)
+    # Neither is a view of the other: torch.compile (2.11) finds no stride of a slice that it has
+    # not stored, where `torch.searchsorted` asks for one.
+    offs = counts.cumsum(0, dtype=torch.int32)
     slot = torch.empty_like(rows).scatter_(0, order, rows)
     return RoutingPlan(
         counts,
-        # An operation of torch must not return two views of one memory.
-        starts[1:].clone(),
-        starts,
+        offs,
+        F.pad(offs, (1, 0)),
         (order // max(num_choices, 1)).int(),
         slot.view(sel.shape),
         counts.new_empty(0),
