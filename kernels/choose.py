@@ -186,8 +186,8 @@ def choose_automatically(
         return "varlen", "torch's flash attention for flat rows"
     if operation == "linear_cross_entropy" and compiled:
         return "compiled", "blocks are compiled too"
-    # The fused experts took 0.97 of the time of the others on an H200 (benchmarks/gpu_step.py), which
-    # is no reason to refuse what they do not compute: float8, adapters, experts that ranks share.
+    # The fused experts took 0.97 of the others' time on an H200 (benchmarks/gpu_step.py): no reason
+    # to refuse what they do not compute, which is float8, adapters, experts that ranks share.
     if capability == CPU or operation == "moe":
         return "torch", "fastest measured"
     if capability < AMPERE:
