@@ -7,6 +7,8 @@ and the rows of metrics.jsonl. Goodput is the share of the workers' time, from t
 kill, whose training counts.
 
     python benchmarks/federated_kills.py --kills 200 --write
+
+If anything differs, the folder with both runs is kept, and the first rows that differ are printed.
 """
 
 from __future__ import annotations
@@ -15,14 +17,16 @@ import argparse
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +74,8 @@ STARTING_SECONDS = 3.0
 """about how long a server or a worker needs to start"""
 DEADLINE_SECONDS = 300.0
 """without progress a run hangs"""
+SHOWN = 5
+"""differences of rows that are printed and kept in the results"""
 
 
 @dataclass
@@ -176,6 +182,23 @@ def find_leftovers(run: FederatedRun) -> list[str]:
     return sorted({*found} - complete) + temporary
 
 
+def find_differing_rows(
+    whole: Sequence[dict[str, Any]], killed: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return the first rows that only one of the runs has: one more or less moves the others.
+
+    Args:
+        whole, killed: the rows of the run that was left alone, and of the one that was killed.
+    """
+    texts = [[json.dumps(row, sort_keys=True) for row in rows] for rows in (whole, killed)]
+    changes = SequenceMatcher(None, *texts, autojunk=False).get_opcodes()
+    return [
+        {"line": a + 1, "whole": whole[a:b][:SHOWN], "killed": killed[c:d][:SHOWN]}
+        for change, a, b, c, d in changes
+        if change != "equal"
+    ][:SHOWN]
+
+
 def kill_at_random(run: FederatedRun, kills: int, seed: int, minutes: float) -> dict[str, Any]:
     """Train a run while it is killed so many times, or for so long; return what was damaged."""
     chance, counts, damage = random.Random(seed), {"server": 0, "worker": 0}, list[str]()
@@ -212,7 +235,7 @@ def kill_at_random(run: FederatedRun, kills: int, seed: int, minutes: float) -> 
     code = run.finish()
     damage += [f"the server ended with code {code}"] if code else []
     damage += find_damage(run) + find_leftovers(run)
-    found = {"killed_servers": counts["server"], "killed_workers": counts["worker"]}
+    found = {f"killed_{name}s": count for name, count in counts.items()}
     found |= {"kills": sum(counts.values())}
     return {**found, "damage": damage, "storm_seconds": seconds, "goodput": goodput}
 
@@ -232,6 +255,7 @@ def measure(kills: int, folder: Path, seed: int = 0, minutes: float = 600) -> di
     one, other = read_last(whole), read_last(run)
     shared = one.keys() & other.keys()
     differing = [*(one.keys() ^ other.keys()), *(n for n in shared if not one[n].equal(other[n]))]
+    differing_rows = find_differing_rows(list(whole.rows()), list(run.rows()))
     return {
         "clients": CLIENTS,
         "rounds": rounds,
@@ -239,7 +263,8 @@ def measure(kills: int, folder: Path, seed: int = 0, minutes: float = 600) -> di
         **storm,
         "tensors": len(one),
         "differing_tensors": len(differing),
-        "equal_rows": list(whole.rows()) == list(run.rows()),
+        "equal_rows": not differing_rows,
+        **({"differing_rows": differing_rows} if differing_rows else {}),
         "seconds": seconds,
         "seconds_undisturbed": undisturbed,
         "seconds_lost_by_a_kill": (seconds - undisturbed) / max(storm["kills"], 1),
@@ -260,10 +285,12 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--write", action="store_true", help="append to benchmarks/results")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        measured = measure(options.kills, Path(folder), options.seed, options.minutes)
+    folder = Path(tempfile.mkdtemp(prefix="federated-kills-"))
+    print(f"both runs are in {folder}, and stay there if they differ", flush=True)
+    measured = measure(options.kills, folder, options.seed, options.minutes)
     print(json.dumps(measured, indent=1))
-    is_same = holds(measured)
+    if is_same := holds(measured):
+        shutil.rmtree(folder)
     if options.write:
         results.append("federated", {"what": "kills", **measured, "holds": is_same})
     return int(not is_same)

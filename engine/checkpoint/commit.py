@@ -179,10 +179,9 @@ def _publish(
         faults.point("checkpoint.after_rename", 0, info.step)
     if retention.LATEST in aliases:
         retention.set_alias(temporary.parent, retention.LATEST, info.step)
+        faults.point("checkpoint.after_latest", 0, info.step)
     if retention.BEST in aliases:
         retention.set_best_alias(temporary.parent, info.step)
         faults.point("checkpoint.after_best", 0, info.step)
     # Only now, after the new checkpoint is durable: until then the old ones are all there is.
-    for path in retention.list_prunable(temporary.parent, keep, keep_every):
-        if why := retention.remove(path):
-            retention.warn_once(why)
+    retention.prune(temporary.parent, keep, keep_every)

@@ -105,13 +105,24 @@ def list_prunable(folder: Path, keep: int, keep_every: int = 0) -> list[Path]:
     return [path for path in old if path not in {*milestones, read_best_alias(folder)}]
 
 
+def prune(folder: Path, keep: int, keep_every: int = 0) -> None:
+    """Delete what `list_prunable` returns, and warn about what cannot be deleted."""
+    for path in list_prunable(folder, keep, keep_every):
+        if why := remove(path):
+            warn_once(why)
+
+
 def read_best_alias(folder: Path) -> Path | None:
     """Return the checkpoint that the alias `best` points to; None: there is no such alias."""
+    return _read_alias(folder, BEST)
+
+
+def _read_alias(folder: Path, name: str) -> Path | None:
     try:
-        name = os.readlink(folder / BEST)
+        target = os.readlink(folder / name)
     except OSError:
         return None
-    return folder / name if STEP.fullmatch(name) else None
+    return folder / target if STEP.fullmatch(target) else None
 
 
 def set_best_alias(folder: Path, step: int) -> None:
@@ -132,6 +143,13 @@ def set_alias(folder: Path, name: str, step: int) -> None:
         sync_folder(folder)
     except OSError as error:
         warn_once(f"{alias} could not be renewed: {error}")
+
+
+def restore_latest_alias(folder: Path) -> None:
+    """Let the alias `latest` point to the newest checkpoint, if a kill came before it did."""
+    newest = list_checkpoints(folder)[-1:]
+    if newest and _read_alias(folder, LATEST) != newest[0]:
+        set_alias(folder, LATEST, parse_step(newest[0]))
 
 
 def restore_best_alias(folder: Path, best: int, last: int) -> None:
@@ -178,6 +196,8 @@ def clear_leftovers(folder: Path) -> list[str]:
         for each folder that could not be deleted, the reason.
     """
     reasons = []
+    for name in (BEST, LATEST):
+        (folder / f".{name}").unlink(missing_ok=True)  # see `set_alias`
     for path in list(folder.iterdir()):
         leftover = LEFTOVER.fullmatch(path.name)
         if not leftover:

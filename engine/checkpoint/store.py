@@ -68,7 +68,7 @@ class CheckpointStore:
         Raises:
             EnvironmentFault: the folder cannot be written, or has no space for another checkpoint.
         """
-        self._ranks.reduce(lambda: None, lambda _: _make_ready(self.folder))
+        self._ranks.reduce(lambda: None, lambda _: self._make_ready())
 
     def save(
         self,
@@ -148,6 +148,30 @@ class CheckpointStore:
         self._ranks.reduce(
             lambda: None, lambda _: retention.restore_best_alias(self.folder, best, last)
         )
+
+    def complete(self, newest: Path, best: int | None) -> None:
+        """Set the alias `best` and prune, if a kill came between the last save and that.
+
+        Args:
+            newest: the checkpoint that was saved last, whose every byte was compared; nothing is
+                done if there is a later one.
+            best: step of the best evaluation; None: there is no alias.
+        """
+        self._ranks.reduce(lambda: None, lambda _: self._complete(newest, best))
+
+    def _complete(self, newest: Path, best: int | None) -> None:
+        # A later one may be damaged, and would yet count as one that stays.
+        if newest not in retention.list_checkpoints(self.folder)[-1:]:
+            return
+        if best is not None:
+            retention.restore_best_alias(self.folder, best, retention.parse_step(newest))
+        retention.prune(self.folder, self._keep, self._keep_every)
+
+    def _make_ready(self) -> None:
+        """Finish what a killed run left behind, write a file, and look at the free space."""
+        _make_ready(self.folder)
+        if self._names_latest:
+            retention.restore_latest_alias(self.folder)
 
     def _wait(self) -> None:
         """Wait for the save in flight and keep its failure for `poll`."""

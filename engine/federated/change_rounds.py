@@ -25,7 +25,7 @@ from ..checkpoint.manifest import (
     verify,
     write_manifest,
 )
-from ..checkpoint.retention import make_temporary_name, publish, remove
+from ..checkpoint.retention import make_temporary_name, publish, remove, restore_latest_alias
 from ..core.errors import RecipeError, nearest
 from ..core.files import atomic_write, open_regular
 from ..core.run_dir import RunDirectory, read_recipe
@@ -111,7 +111,9 @@ def edit_round(
         write_manifest(temporary, replace(manifest, files=files))
         if step != saved.manifest.step:
             remove(saved.path)
-        return publish(temporary, step), backup
+        edited = publish(temporary, step)
+        restore_latest_alias(folder)
+        return edited, backup
 
 
 def _change(manifest: Manifest, number: int, step: int, reset: Collection[int]) -> Manifest:
@@ -187,7 +189,9 @@ def prune_rounds(path: Path, keep: int) -> list[Path]:
         if not stay:
             return []
         gone = [each.path for each in rounds if each.path not in stay]
-        return [each for each in gone if not remove(each)]
+        removed = [each for each in gone if not remove(each)]
+        restore_latest_alias(rounds[0].path.parent)  # the newest round may have been damaged
+        return removed
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:

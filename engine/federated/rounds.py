@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
+from ..core.errors import ExitCode, Stopped
 from ..launch.signals import StopFlag, StopRequested
 from ..observe.observer import Observer
 from ..parallel.materialize import draw_weights
@@ -73,14 +74,18 @@ class Rounds:
         Raises:
             Diverged: training diverged, and the policies of `[resilience]` say to stop.
             CheckpointError: a checkpoint could not be written.
+            Stopped: a signal came before there was anything to save.
         """
         parts, total = self.parts, self.parts.total_steps
-        observer.start(position.step, int(position.count), is_evaluated=not position.unevaluated)
+        # An attempt that was killed before it saved a round has left its first evaluation behind.
+        is_new = position.step == 0 and not saver.is_saved(0)
+        is_evaluated = not (is_new or position.unevaluated)
+        observer.start(position.step, int(position.count), is_evaluated=is_evaluated)
         outcome: Outcome | None = None
         if position.unevaluated:
             outcome = evaluate_and_save(parts, position, saver, observer, health, stop, tasks)
-        elif position.step == 0 and parts.splits:
-            evaluate_splits(parts, position, observer, health, stop, parts.splits, None)
+        elif is_new and parts.splits:
+            self._evaluate_initial(position, observer, health, stop)
         while outcome is None and position.step < total:
             if stop.agree():
                 return save_and_stop(parts, position, saver, observer)
@@ -94,6 +99,19 @@ class Rounds:
             if parts.gc_interval:
                 gc.collect(1)
         return outcome or "finished"
+
+    def _evaluate_initial(
+        self, position: Position, observer: Observer, health: Health, stop: StopFlag
+    ) -> None:
+        """Evaluate the weights that a new run begins with.
+
+        Raises:
+            Stopped: a signal came meanwhile, and there is nothing to save.
+        """
+        try:
+            evaluate_splits(self.parts, position, observer, health, stop, self.parts.splits, None)
+        except StopRequested:
+            raise Stopped(ExitCode.INTERRUPTED) from None
 
     def _train_round(
         self, position: Position, saver: Saver, observer: Observer, stop: StopFlag

@@ -98,7 +98,9 @@ class RowSender:
             # Fewer than the queue holds: the thread that empties it does not run yet, and `put`
             # would wait.
             for row in read(metrics)[-MAX_WAITING + 1 :]:
-                if isinstance(row.get("kind"), str) and record.is_new(row):
+                # Each client has a tracker of its own, see `ClientTrackers`.
+                is_own = isinstance(row.get("kind"), str) and row["kind"] != "client"
+                if is_own and record.is_new(row):
                     self._waiting.put(row)
         # A daemon, so that a service that does not answer cannot keep the process alive.
         self._thread = threading.Thread(target=self._work, name="tracker", daemon=True)

@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ..core.files import atomic_write, open_regular
+from ..core.files import atomic_write, open_regular, sync_folder
 
 LARGEST_STEP = 2**53
 EVENTS_FILE = "events.jsonl"
@@ -53,7 +53,8 @@ class MetricsLog:
         """
         # Closed first: the new file replaces the old one, and the descriptor is of the old one.
         self.close()
-        if self.path.exists():
+        is_new = not self.path.exists()
+        if not is_new:
             with open_regular(self.path) as file:
                 text = file.read().decode("utf-8", errors="replace")
             dropped = ("eval", step) if not is_evaluated else None
@@ -66,6 +67,8 @@ class MetricsLog:
                 atomic_write(self.path, kept_rows)
         self._torn = False
         self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        if is_new:
+            sync_folder(self.path.parent)  # `sync` makes the rows durable, but not the file's name
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append a row with `kind` and `step`.

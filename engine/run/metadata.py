@@ -27,7 +27,7 @@ from ..core.errors import TrainerError
 from ..core.files import atomic_write
 from ..core.run_dir import RunDirectory
 from ..core.text.display import redact, redact_text, remove_secret
-from ..core.unfinished import Unfinished
+from ..core.unfinished import Unfinished, clear_unfinished
 from ..recipe.schema import Recipe
 from ..recipe.write import changed_values, format_toml, to_toml
 
@@ -130,7 +130,11 @@ def write_recipe(
     folder = run.path / FOLDER
     try:
         taken = [int(each.name) for each in folder.glob("[0-9]*") if each.name.isdecimal()]
-        unfinished = Unfinished(folder / f"{max(taken, default=0) + 1:04d}")
+        last = max(taken, default=0)
+        # The last attempt may have been killed after its record had got its name.
+        for why in clear_unfinished(folder, [f"{last:04d}"]):
+            log.warning("%s", why)
+        unfinished = Unfinished(folder / f"{last + 1:04d}")
     except (OSError, TrainerError) as error:
         log.warning("no record in %s: %s", folder, error)
         return

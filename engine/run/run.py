@@ -170,7 +170,7 @@ class Session:
             require_same_data(found.manifest, parts, allow_changed)
             if why := reason_to_end(found.manifest, parts):
                 self.progress.note(f"{why}: {found.path} is the last checkpoint")
-                health.restore(found.manifest.extra.get("health", {}))
+                saver.complete(found)
                 self._finish_ended_run(parts, health, found, store.group)
                 return ExitCode.DONE
             saver.restore(found.path, found.manifest, position)

@@ -12,6 +12,7 @@ from typing import Literal
 from torch import Tensor
 
 from ..checkpoint import state as train_state
+from ..checkpoint.find import IntactCheckpoint
 from ..checkpoint.manifest import Manifest, SaveInfo
 from ..checkpoint.ranks import Ranks
 from ..checkpoint.reader import load_state
@@ -238,6 +239,13 @@ class Saver:
         if parts.checkpoint.keep_best:
             self._store.restore_best_alias(position.best.step, position.step)
         self._saved_step = -1 if position.unevaluated else manifest.step
+
+    def complete(self, found: IntactCheckpoint) -> None:
+        """Complete the last save of a run that has ended, where a kill has cut it short."""
+        extra = found.manifest.extra
+        best = Best.from_manifest(extra).step if self._parts.checkpoint.keep_best else None
+        self._store.complete(found.path, best)
+        self._health.restore(extra.get("health", {}))
 
     def roll_back(self, position: Position) -> bool:
         """Restore the newest checkpoint, but continue after the data that was read.

@@ -11,6 +11,7 @@ import pytest
 
 from trainer.engine.checkpoint import retention
 from trainer.engine.checkpoint.manifest import SaveInfo
+from trainer.engine.checkpoint.store import CheckpointStore
 from trainer.engine.core.errors import ExitCode
 
 from .states import differing, open_store, save_steps, state_of
@@ -130,6 +131,36 @@ def test_prune_says_what_it_left_and_why(tmp_path: Path) -> None:
         "it is a link",
         "it is not a folder",
     ]
+
+
+def test_a_last_save_that_was_killed_is_completed(tmp_path: Path) -> None:
+    """Put back what a kill between the rename of step 3 and its aliases leaves."""
+    save_steps(tmp_path, 1, 2, 3)
+    for name in (retention.BEST, retention.LATEST):
+        retention.set_alias(tmp_path, name, 2)
+        (tmp_path / f".{name}").symlink_to("step-00000003")
+    store = CheckpointStore(tmp_path, mode="sync", keep=1, group=None, names_latest=True)
+    store.probe()
+    assert os.readlink(tmp_path / "latest") == "step-00000003"
+    found = store.latest()
+    assert found is not None
+    store.complete(found.path, 3)
+    assert names(tmp_path) == ["best", "latest", "step-00000003"]
+    assert os.readlink(tmp_path / "best") == "step-00000003"
+
+
+def test_a_damaged_newest_checkpoint_does_not_prune_the_intact_one(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1, 2)
+    (shard,) = (tmp_path / "step-00000002").glob("*.safetensors")
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    store = open_store(tmp_path, keep=1)
+    found = store.latest()
+    assert found is not None
+    store.complete(found.path, 1)
+    assert found.manifest.step == 1
+    assert names(tmp_path) == ["step-00000001", "step-00000002"]
 
 
 def test_a_folder_that_cannot_be_read_is_foreseen(

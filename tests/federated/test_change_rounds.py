@@ -1,6 +1,7 @@
 """Rounds that are validated, edited, branched, pruned and exported with moments."""
 
 import json
+import os
 import time
 
 import pytest
@@ -31,6 +32,7 @@ def test_rounds_are_validated_and_pruned_to_the_last_intact_one(command, federat
     # The newest is damaged: the one before it is the last intact one.
     assert command("federate", "rounds", "prune", run, "--keep", "1")[0] == 0
     assert [each.name for each in (run / "checkpoints").glob("step-*")] == ["step-00000006"]
+    assert os.readlink(run / "checkpoints" / "latest") == "step-00000006"
     damage(run, 6)
     assert prune_rounds(run, 1) == []
     assert (run / "checkpoints" / "step-00000006").is_dir()
@@ -45,6 +47,7 @@ def test_an_edited_round_has_a_backup_and_the_run_resumes_from_it(command, feder
     assert code == 0, errors
     (backup,) = (run / "checkpoints").glob("backup-*")
     assert str(backup) in out
+    assert os.readlink(run / "checkpoints" / "latest") == "step-00000004"
     assert read_manifest(backup).extra["federation"]["clients"][1]["last_round"] == 2
     assert not [name for name in tensors(run, 4) if name.startswith("client1_exp")]
     assert_equal(tensors(run, 4, "client0_"), {n: t for n, t in before.items() if "client0_" in n})

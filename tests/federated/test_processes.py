@@ -15,8 +15,10 @@ import torch
 
 from tests.commands import run_trainer
 from tests.federated.conftest import RECIPE, assert_equal, rows, tensors
-from trainer.engine.federated.carriers.process_carrier import MOST_DEATHS
+from trainer.engine.core.errors import DataError, TrainerError
+from trainer.engine.federated.carriers.process_carrier import MOST_DEATHS, read_error
 from trainer.engine.federated.workers.mailbox import Mailbox, create_memory
+from trainer.engine.federated.workers.worker import describe_error
 
 NESTEROV = {"federation__server__name": "fednesterov"}
 KINDS = ("client", "round", "eval")
@@ -221,6 +223,18 @@ def test_an_error_in_a_worker_is_the_run_s_error(command, tmp_path):
     assert found[0] == expected[0] == 6
     assert found[2] == expected[2]
     assert not (tmp_path / "runs" / "diverges" / "checkpoints" / "step-00000002").exists()
+
+
+def test_an_error_of_a_plugin_reaches_the_server_as_the_class_of_ours_below_it():
+    class Unlicensed(DataError):
+        """Of a plugin, which the server does not import."""
+
+    found = read_error(describe_error(Unlicensed("no licence", "buy one")))
+    assert (type(found), found.message, found.hint) == (DataError, "no licence", "buy one")
+    assert type(read_error(describe_error(OSError("no disk")))) is TrainerError
+    for name in ("Unlicensed", "ExitCode", "annotations"):
+        found = read_error({"error": name, "text": "no licence", "hint": "buy one"})
+        assert (type(found), found.message, found.hint) == (TrainerError, "no licence", "buy one")
 
 
 @pytest.mark.matrix

@@ -5,7 +5,11 @@ import pytest
 import torch
 
 from tests.federated.conftest import rows, tensors
+from trainer.engine.core.errors import ExitCode
+from trainer.engine.federated import rounds
 from trainer.engine.federated.rounds import _RoundLog
+from trainer.engine.launch import ending
+from trainer.engine.launch.signals import StopRequested
 from trainer.engine.report.page import write_page
 
 
@@ -24,6 +28,38 @@ def test_the_noise_scale_is_that_of_the_distribution():
         found.append(log.estimate_noise(np.linalg.norm(mean))["noise_scale"])
     assert np.median(found) == pytest.approx(9, rel=0.05)
     assert _RoundLog(1, 1).estimate_noise(1.0) == {}
+
+
+def test_a_run_that_ended_in_its_first_round_evaluates_the_initial_weights_once(
+    command, federate, monkeypatch
+):
+    settings = {"federation__rounds": 2, "evaluate__interval": 2, "evaluate__steps": 1}
+    whole = federate("whole", **settings)
+    words = [f"--set={key.replace('__', '.')}={value}" for key, value in settings.items()]
+    for point in ("train.step:step1:raise", "train.step:step2:raise"):
+        monkeypatch.setenv("TRAINER_FAULT", point)
+        code, _, errors = command("federate", "run", "recipe.toml", "--set=run.name=failed", *words)
+        assert (code, "fault 'raise'" in errors) == (1, True)
+    monkeypatch.delenv("TRAINER_FAULT")
+    failed = federate("failed", **settings)
+    assert [row["step"] for row in rows(failed, "eval")] == [0, 2, 4]
+    for kind in ("eval", "client", "round"):
+        assert rows(failed, kind) == rows(whole, kind)
+
+
+def test_a_signal_during_the_first_evaluation_stops_the_run_at_once(command, monkeypatch):
+    words = ["federate", "run", "recipe.toml", "--set=evaluate.interval=2"]
+    with monkeypatch.context() as patch:
+        patch.setattr(rounds, "evaluate_splits", give_up)
+        patch.setattr(ending, "skip_teardown", lambda: None)  # it would end this process
+        code, out, errors = command(*words)
+    assert code == ExitCode.INTERRUPTED
+    assert "nothing was saved" in out + errors
+    assert command(*words)[0] == 0
+
+
+def give_up(*arguments):
+    raise StopRequested
 
 
 def test_cosines_are_those_of_the_clients_updates(federate):

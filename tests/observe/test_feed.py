@@ -55,6 +55,16 @@ def test_what_was_never_sent_is_sent_by_the_next_attempt(tmp_path: Path) -> None
     assert [step for kind, step, _ in sent if kind == "train"] == [2, 3, 4]
 
 
+def test_rows_of_clients_are_left_to_the_trackers_of_the_clients(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path / "metrics.jsonl", 0)
+    for kind in ("client", "client", "round"):
+        log.write({"kind": kind, "step": 4, "loss": 0.5})
+    log.close()
+    sent: Sent = []
+    attempt(tmp_path, 4, 4, sent, 1.0)
+    assert [label for label, _, _ in sent] == ["round"]
+
+
 def test_a_failure_is_told_and_leaves_the_rows_for_later(tmp_path: Path) -> None:
     tried = threading.Event()
 

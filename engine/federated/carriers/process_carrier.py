@@ -225,6 +225,8 @@ class ProcessCarrier(LocalCarrier):
 
 
 def read_error(message: Message) -> TrainerError:
-    """Return the error that a worker has told."""
-    kind: type[TrainerError] = getattr(errors, message["error"])
+    """Return the error that a worker has told; one of an unknown class as a `TrainerError`."""
+    kind = getattr(errors, message["error"], None)
+    if not (isinstance(kind, type) and issubclass(kind, TrainerError)):
+        kind = TrainerError
     return kind(message["text"], message["hint"])

@@ -148,7 +148,9 @@ def describe_error(error: Exception) -> Message:
     """Return an error as a message; one that was not foreseen as a plain `TrainerError`."""
     kind, text, hint = "TrainerError", f"{type(error).__name__}: {error}", ""
     if isinstance(error, TrainerError):
-        kind, text, hint = type(error).__name__, error.message, error.hint
+        # The server may lack the class of a plugin: it learns the one of ours below it.
+        ours = (each for each in type(error).__mro__ if each.__module__ == TrainerError.__module__)
+        kind, text, hint = next(ours).__name__, error.message, error.hint
     return {"kind": "failed", "error": kind, "text": text, "hint": hint}
 
 
