@@ -20,12 +20,12 @@ from ..train.parts import Position
 from ..train.saving import Saver
 from .arrivals.timeline import Timeline
 from .arrivals.trace import ClientTrace
-from .carriers.client_ranks import ClientRanks, divide_job
+from .carriers.tables import carriers
 from .federation_parts import open_federation
 from .federation_state import FederationState
 from .rounds import Rounds
 from .server.server import Server
-from .tables import Federation, carriers
+from .tables import Federation
 
 
 @dataclass
@@ -84,13 +84,11 @@ class FederatedLoop(RunLoop):
         """Open the clients and the server, and return what saves and restores them."""
         recipe, table = parts.recipe, parts.recipe.federation
         assert table is not None, "`require` made sure of it"
-        config, ranks = carriers[table.carrier].model_validate({}), ClientRanks()
+        config = carriers[table.carrier].model_validate({})
         build_carrier = config.build(table)  # before the clients: it may refuse the recipe
         members = open_federation(parts, table, report)
         clients, server = members.clients, members.server
-        if store.group and config.num_parts(table) > 1:
-            timeout = recipe.resilience.collective_timeout_seconds
-            ranks = divide_job(store.group, table.num_clients, timeout)
+        ranks = config.divide(table, store.group, recipe.resilience.collective_timeout_seconds)
         carrier = build_carrier(table, parts, members, ranks, report)
         seed, interval = recipe.run.seed, recipe.ema.interval
         timeline = _open_timeline(table, parts, server)

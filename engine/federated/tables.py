@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -16,6 +16,8 @@ from ..core.config import (
 from ..core.registry import Named, Registry
 from ..core.text.expressions import match_names
 from .arrivals.tables import Late, Trace, dropouts
+from .carriers.tables import carriers
+from .elastic.tables import Elastic
 from .experts.tables import ExpertSubsets
 from .layers.tables import PARAMETERS, Fragments, LayerPolicy, StateSchedule
 from .merge.tables import Admission
@@ -139,40 +141,14 @@ merges: Registry[MergeConfig] = Registry(
 )
 
 
-class CarrierConfig(Component):
-    """Base of what moves weights and updates between the server and its clients."""
-
-    def build(self, table: Federation) -> type[Any]:
-        """Return the class of the carrier that a recipe's table asks for; see `LocalCarrier`."""
-        raise NotImplementedError
-
-    def num_parts(self, table: Federation) -> int:
-        """Return into how many parts the ranks of a job are divided, one for each client.
-
-        Args:
-            table: the recipe's `[federation]`.
-        """
-        return 1
-
-
-carriers: Registry[CarrierConfig] = Registry(
-    "carrier",
-    default="local",
-    built_in={
-        "local": "engine.federated.carriers.configs:Local",
-        "torchrun": "engine.federated.carriers.configs:Torchrun",
-        "job": "engine.federated.carriers.configs:JobCarrier",
-    },
-)
-
-
 class Federation(Table):
     """Federated and low-communication training: clients train apart, a server merges them."""
 
     carrier: Annotated[str, OneOf(carriers)] = "local"
     """"local": clients train on this machine, in turn or in worker processes, or in the ranks of
     --nproc; "torchrun": all at once, each in its own part of the ranks of --nproc, or of a job;
-    "job": the replica groups of parallel.replicate of an ordinary `trainer run` are the clients"""
+    "job": the replica groups of parallel.replicate of an ordinary `trainer run` are the clients;
+    "elastic": the same, and each replica group is a job of its own, which may die and return"""
     processes: Count = 1
     """worker processes of "local", which train a client each at a time; 1: clients in turn"""
     clients: Count | None = None
@@ -188,7 +164,7 @@ class Federation(Table):
     [federation.trace]"""
     rounds: Count | None = None
     """rounds of the run, each of which ends with a step of the server optimizer; with carrier =
-    "job", run.steps says how long to train"""
+    "job" or "elastic", run.steps says how long to train"""
     local_steps: Count | None = None
     """optimizer steps of a client in a round; or give local_tokens"""
     local_tokens: Count | None = None
@@ -231,6 +207,8 @@ class Federation(Table):
     holds all updates of a round"""
     experts: ExpertSubsets = DEFAULTS
     """which experts each client holds"""
+    elastic: Elastic = DEFAULTS
+    """replica groups that may die and return"""
     late: Late = DEFAULTS
     """when a round ends, and what becomes of updates that arrive later"""
     trace: Trace = DEFAULTS
@@ -239,7 +217,12 @@ class Federation(Table):
     @property
     def is_job(self) -> bool:
         """Whether the clients are the replica groups of an ordinary run."""
-        return self.carrier == "job"
+        return self.carrier in ("job", "elastic")
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether each of these replica groups is a job of its own."""
+        return self.carrier == "elastic"
 
     @property
     def num_clients(self) -> int:

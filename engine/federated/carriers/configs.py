@@ -5,9 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from ...core.errors import Problem, RecipeError
-from ..tables import CarrierConfig, Federation, carriers
+from ...core.registry import require_package
+from ..elastic.replica import Replica
+from .tables import CarrierConfig, carriers
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from ..elastic.elastic_carrier import ElasticCarrier
+    from ..tables import Federation
+    from .client_ranks import ClientRanks
     from .local_carrier import LocalCarrier
     from .torchrun_carrier import TorchrunCarrier
 
@@ -43,11 +50,45 @@ class Torchrun(CarrierConfig):
         """Return the number of clients."""
         return table.num_clients
 
+    def divide(
+        self, table: Federation, job: ProcessGroup | None, timeout_seconds: float
+    ) -> ClientRanks:
+        """Return the client of this rank, and the group of its peers in other clients."""
+        from .client_ranks import ClientRanks, divide_job
+
+        clients = table.num_clients
+        return divide_job(job, clients, timeout_seconds) if job and clients > 1 else ClientRanks()
+
 
 class JobCarrier(Torchrun):
     """The replica groups of an ordinary run are the clients: LocalSGD and DiLoCo in a cluster."""
 
     name: Literal["job"] = "job"  # type: ignore[assignment]  # the same carrier by another name
+
+
+class ElasticReplicas(CarrierConfig):
+    """Each replica group is a job of its own; torchft finds out which of them are there."""
+
+    name: Literal["elastic"] = "elastic"
+
+    def build(self, table: Federation) -> type[ElasticCarrier]:
+        """Return the class of the carrier.
+
+        Raises:
+            EnvironmentFault: torchft is missing, or the environment does not say which group it is.
+        """
+        require_package("torchft", 'carrier = "elastic"', "ft")
+        from ..elastic.elastic_carrier import ElasticCarrier
+
+        return ElasticCarrier
+
+    def divide(
+        self, table: Federation, job: ProcessGroup | None, timeout_seconds: float
+    ) -> ClientRanks:
+        """Return the client that all ranks of this job train."""
+        from .client_ranks import ClientRanks
+
+        return ClientRanks(Replica.find(table.num_clients).number)
 
 
 def ranks_of_client(table: Federation, world: int) -> int:
@@ -62,7 +103,9 @@ def ranks_of_client(table: Federation, world: int) -> int:
             or is the one of ordinary runs.
     """
     if table.is_job:
-        message = 'carrier = "job" makes the replica groups of an ordinary run the clients'
+        message = (
+            f'carrier = "{table.carrier}" makes the replica groups of an ordinary run the clients'
+        )
         hint = "run it with `trainer run`"
         raise RecipeError([Problem(message, key="federation.carrier", hint=hint)])
     if table.processes > 1 and world > 1:
