@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from ...core.errors import Problem, RecipeError
-from ...core.registry import require_package
 from ..elastic.replica import Replica
 from .tables import CarrierConfig, carriers
 
@@ -75,11 +74,12 @@ class ElasticReplicas(CarrierConfig):
         """Return the class of the carrier.
 
         Raises:
-            EnvironmentFault: torchft is missing, or the environment does not say which group it is.
+            EnvironmentFault: torchft is missing.
         """
-        require_package("torchft", 'carrier = "elastic"', "ft")
         from ..elastic.elastic_carrier import ElasticCarrier
+        from ..elastic.torchft_quorum import load_torchft
 
+        load_torchft()  # before anything is opened
         return ElasticCarrier
 
     def divide(

@@ -68,6 +68,7 @@ class ElasticCarrier(TorchrunCarrier):
         self._meeting: Meeting | None = None
         """a quorum whose groups wait for this one"""
         self._members: tuple[int, ...] = ()
+        self._reported: tuple[int, ...] = ()
         self._quorum: TorchftQuorum | None = None
 
     @contextmanager
@@ -115,6 +116,7 @@ class ElasticCarrier(TorchrunCarrier):
             meeting = self._meeting or self._meet(position, check)
             self._meeting = None
             if meeting.waits(self._table.num_clients):
+                self._report_members(meeting.members, "waiting for the others")
                 sleep(RETRY_SECONDS)
                 continue
             if not self._send_state(meeting):
@@ -144,7 +146,6 @@ class ElasticCarrier(TorchrunCarrier):
         own, meeting, self._meeting = None, self._meeting, None
         if meeting is None:
             own = self._train_own(position, check)
-            faults.point("federation.exchange", self._replica.number, position.step)
         while True:
             if meeting is None:
                 meeting = self._meet(position, check, own)
@@ -154,6 +155,7 @@ class ElasticCarrier(TorchrunCarrier):
                 if not self._send_state(meeting):
                     meeting = None
                     continue
+            faults.point("federation.exchange", self._replica.number, position.step)
             if (updates := self._exchange_in(meeting, own, position)) is not None:
                 break
             own, meeting = self._collect_again(own), None
@@ -220,11 +222,11 @@ class ElasticCarrier(TorchrunCarrier):
                     self._compare(meeting)
                 elif len(meeting.members) >= self._table.elastic.min_replicas:
                     break
+                else:
+                    self._report_members(meeting.members, "fewer than min_replicas")
                 sleep(RETRY_SECONDS)
-        if meeting.members != self._members and not meeting.waits(self._table.num_clients):
-            numbers = ", ".join(map(str, meeting.members))
-            count = f"{len(meeting.members)} of {self._table.num_clients}"
-            self._report(f"step {position.step}: replica groups {numbers} are there ({count})")
+        if not meeting.waits(self._table.num_clients):
+            self._report_members(meeting.members, f"after step {meeting.step}")
         self._members = meeting.members
         return meeting
 
@@ -275,6 +277,14 @@ class ElasticCarrier(TorchrunCarrier):
             return has_arrived
         self._retry(failure)
         return False
+
+    def _report_members(self, members: tuple[int, ...], what: str) -> None:
+        """Tell the user which replica groups are there, if that has changed."""
+        count = self._table.num_clients
+        if (self._reported or tuple(range(count))) != members:
+            numbers = ", ".join(map(str, members))
+            self._report(f"replica groups {numbers} of {count} are there, {what}")
+        self._reported = members
 
     def _retry(self, error: Exception | None) -> None:
         """Leave the quorum, because a rank of this group has lost a peer."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from collections.abc import Callable
@@ -24,6 +25,18 @@ LONGEST_WAIT = timedelta(days=1)
 """for a quorum, which waits for the slowest group's round; a signal ends the wait"""
 CONNECT_SECONDS = 10.0
 POLL_SECONDS = 0.02
+
+
+def load_torchft() -> Any:
+    """Return torchft.
+
+    Raises:
+        EnvironmentFault: it is not installed.
+    """
+    # It writes lines for each quorum otherwise; the variable is read when it is imported.
+    os.environ.setdefault("RUST_LOG", "error")
+    logging.getLogger("torchft").setLevel(logging.CRITICAL)
+    return require_package("torchft", 'carrier = "elastic"', "ft")
 
 
 class TorchftQuorum:
@@ -52,8 +65,7 @@ class TorchftQuorum:
         group: ProcessGroup | None,
         timeout_seconds: float,
     ) -> None:
-        os.environ.setdefault("RUST_LOG", "error")  # else torchft writes lines for each quorum
-        torchft: Any = require_package("torchft", 'carrier = "elastic"', "ft")
+        torchft = load_torchft()
         self._ranks, self._has_ranks = RankPeers(group), group is not None
         self._lighthouse = replica.lighthouse
         timeout = timedelta(seconds=timeout_seconds)
