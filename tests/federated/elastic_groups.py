@@ -62,9 +62,18 @@ class Groups:
 
     def is_known(self, number: int) -> bool:
         """Return whether the lighthouse has heard of the newest process of a group."""
-        with urlopen(f"{self.lighthouse}/status") as page:
-            found = set(re.findall(rf"{number:05d}:[0-9a-f-]+", page.read().decode()))
+        found = set(re.findall(rf"{number:05d}:[0-9a-f-]+", self._status()))
         return len(found) == self.starts[number]
+
+    def num_asking(self) -> int:
+        """Return how many groups wait for a quorum."""
+        found = re.search(r"\[(\d+)/\d+ participants healthy\]", self._status())
+        return int(found[1]) if found else 0
+
+    def _status(self) -> str:
+        """Return the page of the lighthouse."""
+        with urlopen(f"{self.lighthouse}/status") as page:
+            return page.read().decode()
 
     def release(self) -> None:
         """Let the groups continue that wait."""

@@ -4,11 +4,11 @@ A group that is away for some rounds is a client that is not drawn in them: it k
 and its place in its data. So clients in turn, with the rounds of each given, are the oracle.
 """
 
+import signal
 import sys
 from dataclasses import replace
 
 import pytest
-import torch
 
 from tests.federated.conftest import PLAIN, assert_equal, rows, tensors
 from tests.federated.elastic_groups import Groups
@@ -78,9 +78,11 @@ def test_without_faults_groups_are_one_job_bit_for_bit(
 ):
     words = ["--set=parallel.replicate=2", "--set=data.global_batch=8", "--set=run.steps=6"]
     words += [f"--set=federation.compression.name={compression}"]
-    for number in (0, 1):
-        groups.start(number, *words, nproc=ranks)
-    assert [groups.finish(number) for number in (0, 1)] == [0, 0], groups.log(0) + groups.log(1)
+    # The second time they resume, all from the same round.
+    for steps in (["--set=run.steps=4"], [])[ranks > 1 :]:
+        for number in (0, 1):
+            groups.start(number, *words, *steps, nproc=ranks)
+        assert [groups.finish(number) for number in (0, 1)] == [0, 0], groups.log(1)
     code, out, errors = command(
         "run", "elastic.toml", *words, "--set=federation.carrier=job", "--set=run.name=job",
         f"--nproc={2 * ranks}",
@@ -136,6 +138,59 @@ def test_a_killed_group_returns_with_the_state_of_the_others(
 
 
 @pytest.mark.matrix
+def test_a_group_that_missed_rounds_while_it_was_frozen_drops_its_update(tmp_path, groups):
+    steps = "--set=run.steps=12"
+    groups.start(1, steps, fault="train.step:rank0:step3:stop")
+    for number in (0, 2):
+        groups.start(number, steps, fault="train.step:rank0:step9:hold")
+    groups.wait(lambda: groups.is_held(0) and groups.is_held(2))
+    groups.processes[1].send_signal(signal.SIGCONT)
+    groups.wait(lambda: groups.num_asking() == 1)  # at the end of its own second round
+    groups.release()
+    assert [groups.finish(number) for number in range(3)] == [0, 0, 0], groups.log(1)
+    assert "received the state after step 8 from replica group 0" in groups.log(1)
+    union(tmp_path, range(3), 12)
+    found = [
+        [row["clients"] for row in rows(tmp_path / "runs" / f"r-replica-{number}", "round")]
+        for number in (0, 1)
+    ]
+    assert found == [[3, 2, 2, 2, 2, 3], [3, 2, 3]]
+
+
+@pytest.mark.matrix
+def test_a_group_that_is_stopped_while_it_waits_resumes(tmp_path, groups):
+    words = ["--set=parallel.replicate=2", "--set=data.global_batch=8", "--set=run.steps=6"]
+    words += ["--set=federation.elastic.timeout_seconds=15"]  # what the lighthouse still believes
+    groups.start(0, *words, fault="train.step:rank0:step3:hold")
+    groups.start(1, *words)
+    groups.wait(lambda: groups.is_held(0) and groups.num_asking() == 1)
+    groups.processes[1].terminate()
+    assert groups.finish(1) == 75, groups.log(1)
+    groups.start(1, *words)
+    groups.wait(lambda: groups.is_known(1))
+    groups.release()
+    assert [groups.finish(number) for number in (0, 1)] == [0, 0], groups.log(1)
+    assert "received the state after step 2 from replica group 0" in groups.log(1)
+    union(tmp_path, (0, 1), 6)
+
+
+@pytest.mark.matrix
+def test_a_second_group_of_the_same_number_is_refused(tmp_path, groups):
+    words = ["--set=parallel.replicate=2", "--set=data.global_batch=8", "--set=run.steps=4"]
+    words += ["--set=federation.elastic.join_seconds=0"]
+    groups.start(0, *words, fault="train.step:rank0:step3:hold")
+    groups.wait(lambda: groups.is_held(0))
+    first = groups.processes[0]
+    groups.start(0, *words, "--set=run.dir=others")
+    groups.wait(lambda: groups.is_known(0))
+    groups.release()
+    assert groups.finish(0) == 3, groups.log(0)
+    assert "another replica group 0 is there" in groups.log(0)
+    groups.processes[0] = first
+    assert groups.finish(0) == 0, groups.log(0)
+
+
+@pytest.mark.matrix
 def test_a_group_with_another_recipe_is_refused_and_the_other_trains(tmp_path, groups):
     words = ["--set=parallel.replicate=2", "--set=data.global_batch=8", "--set=run.steps=4"]
     words += ["--set=federation.elastic.join_seconds=0"]
@@ -147,7 +202,7 @@ def test_a_group_with_another_recipe_is_refused_and_the_other_trains(tmp_path, g
     assert groups.finish(1) == 2, groups.log(1)
     assert "the recipe differs from that of replica group 0 in optimizer.lr" in groups.log(1)
     assert groups.finish(0) == 0, groups.log(0)
-    assert torch.isfinite(tensors(tmp_path / "runs" / "r-replica-0", 4)["model.norm.weight"]).all()
+    assert [row["clients"] for row in rows(tmp_path / "runs" / "r-replica-0", "round")] == [1, 1]
 
 
 @pytest.mark.parametrize(
@@ -256,10 +311,10 @@ def test_groups_that_need_the_state_receive_it_from_one_that_trains(
     assert [number for number, each in enumerate(meeting.reports) if each] == reported
 
 
-def test_a_number_that_two_groups_have_is_refused():
+def test_a_number_that_two_groups_have_is_found():
     told = [{**vars(NEW), "number": number} for number in (0, 1, 1)]
-    with pytest.raises(EnvironmentFault, match="have the numbers"):
-        Meeting.read(told)
+    assert Meeting.read(told).is_doubled
+    assert not Meeting.read(told[:2]).is_doubled
 
 
 def test_a_difference_names_the_keys():

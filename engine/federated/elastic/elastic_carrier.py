@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from hashlib import sha256
 from time import monotonic, sleep
@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 
 from ...assemble.assemble import Assembled
 from ...core import faults
+from ...core.errors import EnvironmentFault
 from ...core.heartbeat import heartbeat
 from ...launch.group import create_checkpoint_group
 from ...launch.signals import StopFlag
@@ -76,10 +77,14 @@ class ElasticCarrier(TorchrunCarrier):
         """Return a context around all rounds, which connects this job to torchft's lighthouse."""
         world, seconds = self._parts.world, self._table.elastic.timeout_seconds
         group = create_checkpoint_group(world, self._parts.resilience.collective_timeout_seconds)
-        self._quorum = TorchftQuorum(self._replica, world.rank, world.world_size, group, seconds)
+        self._quorum = TorchftQuorum(
+            self._replica, world.rank, world.world_size, group, seconds, self._report
+        )
         self._deadline = monotonic() + self._table.elastic.join_seconds
-        yield
-        self._quorum.close()
+        try:
+            yield
+        finally:
+            self._quorum.close()
 
     @property
     def quorum(self) -> TorchftQuorum:
@@ -204,6 +209,7 @@ class ElasticCarrier(TorchrunCarrier):
         Raises:
             RoundLost: a signal asks to stop, and the position is not saved.
             RecipeError: the other groups have another recipe.
+            EnvironmentFault: another group has the same number.
         """
 
         def check_wait() -> None:
@@ -218,8 +224,8 @@ class ElasticCarrier(TorchrunCarrier):
                 if not self.quorum.all_ranks(meeting is not None) or meeting is None:
                     self._retry(error)
                     continue
-                if meeting.differing:
-                    self._compare(meeting)
+                if meeting.is_doubled or meeting.differing:
+                    self._refuse(meeting)
                 elif len(meeting.members) >= self._table.elastic.min_replicas:
                     break
                 else:
@@ -251,15 +257,23 @@ class ElasticCarrier(TorchrunCarrier):
         except (RuntimeError, ValueError) as error:
             return None, error
 
-    def _compare(self, meeting: Meeting) -> None:
-        """Compare the keys of the recipes of all groups, and refuse if this one's differ.
+    def _refuse(self, meeting: Meeting) -> None:
+        """End this group if it does not fit the others, which wait until it is gone.
 
         Raises:
-            RecipeError: they differ from those of the group whose state others receive.
+            EnvironmentFault: this group starts, and one of the same number is there.
+            RecipeError: its recipe differs from that of the group whose state others receive.
         """
-        told = gather_values(self.peers, self._digests)
-        if self._replica.number in meeting.differing:
-            source = meeting.source.number
+        number, source = self._replica.number, meeting.source.number
+        if meeting.is_doubled:
+            if self._is_new and meeting.members.count(number) > 1:
+                message = f"another replica group {number} is there"
+                raise EnvironmentFault(message, "give each a REPLICA_GROUP_ID of its own")
+            return
+        told = None
+        with suppress(RuntimeError):  # a group is lost: the next quorum shows it
+            told = gather_values(self.peers, self._digests)
+        if told and number in meeting.differing:
             raise refuse_difference(self._digests, told[meeting.rank_of(source)], source)
 
     def _send_state(self, meeting: Meeting) -> bool:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, Self
 
-from ...core.errors import EnvironmentFault, RecipeError
+from ...core.errors import RecipeError
 
 
 @dataclass(frozen=True)
@@ -45,17 +44,13 @@ class Meeting:
 
     @classmethod
     def read(cls, told: Sequence[Mapping[str, Any]]) -> Self:
-        """Return the meeting of groups whose notices have travelled as JSON.
+        """Return the meeting of groups whose notices have travelled as JSON."""
+        return cls(tuple(Notice(**each) for each in told))
 
-        Raises:
-            EnvironmentFault: two groups have the same number.
-        """
-        meeting = cls(tuple(Notice(**each) for each in told))
-        numbers = meeting.members
-        if any(second <= first for first, second in pairwise(numbers)):
-            message = f"the replica groups of a quorum have the numbers {list(numbers)}"
-            raise EnvironmentFault(message, "give each group a REPLICA_GROUP_ID of its own")
-        return meeting
+    @property
+    def is_doubled(self) -> bool:
+        """Whether two groups have the same number."""
+        return len({*self.members}) < len(self.members)
 
     @property
     def members(self) -> tuple[int, ...]:

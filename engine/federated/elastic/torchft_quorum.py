@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
+from time import monotonic
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -23,8 +24,11 @@ from .replica import Replica
 
 LONGEST_WAIT = timedelta(days=1)
 """for a quorum, which waits for the slowest group's round; a signal ends the wait"""
+QUORUM_RETRIES = 10_000
+"""within that time, so that a lighthouse that is away for some seconds ends no run"""
 CONNECT_SECONDS = 10.0
 POLL_SECONDS = 0.02
+PING_SECONDS = 30.0
 
 
 def load_torchft() -> Any:
@@ -51,6 +55,7 @@ class TorchftQuorum:
         size: number of ranks of the group.
         group: a gloo group of these ranks, which nothing else uses; None: one rank.
         timeout_seconds: how long a collective waits for another group.
+        report: shows a message to the user.
 
     Raises:
         EnvironmentFault: the lighthouse does not answer, or the name of this machine does not
@@ -64,10 +69,11 @@ class TorchftQuorum:
         size: int,
         group: ProcessGroup | None,
         timeout_seconds: float,
+        report: Callable[[str], None],
     ) -> None:
         torchft = load_torchft()
         self._ranks, self._has_ranks = RankPeers(group), group is not None
-        self._lighthouse = replica.lighthouse
+        self._lighthouse, self._report = replica.lighthouse, report
         timeout = timedelta(seconds=timeout_seconds)
         host = find_host(replica.lighthouse) if rank == 0 else ""
         self._store = _serve_store(host, replica.lighthouse) if rank == 0 else None
@@ -96,6 +102,7 @@ class TorchftQuorum:
                 connect_timeout=timedelta(seconds=CONNECT_SECONDS),
                 checkpoint_transport=_NoTransport(),
                 init_sync=False,
+                quorum_retries=QUORUM_RETRIES,
             )
         except (RuntimeError, TimeoutError) as error:
             message = f"no lighthouse of torchft answers at {replica.lighthouse}: {error}"
@@ -129,12 +136,25 @@ class TorchftQuorum:
         self._manager.load_state_dict({"step": step, "batches_committed": 0})
         self._manager.start_quorum(allow_heal=False)
         formed: Future[None] = self._waiter.submit(self._manager.wait_quorum)
+        asked_at = monotonic()
         while not self.all_ranks(_is_done(formed)):
             check()
+            if self._store and monotonic() - asked_at > PING_SECONDS:
+                self._ping()
+                asked_at = monotonic()
         if error := formed.exception():
             message = f"the lighthouse at {self._lighthouse} does not answer: {error}"
             raise LostContact(message, "start it again, and run this again to resume") from error
         return self._manager.errored() is None
+
+    def _ping(self) -> None:
+        """Tell the user if the lighthouse is away: torchft asks it again and again, in silence."""
+        address = urlsplit(self._lighthouse)
+        try:
+            port = address.port or (443 if address.scheme == "https" else 80)
+            socket.create_connection((address.hostname or "", port), 1.0).close()
+        except OSError as error:
+            self._report(f"waiting for the lighthouse at {self._lighthouse}: {error}")
 
     def commit(self) -> bool:
         """Return whether all ranks of this group have what they need; all of them call this."""
@@ -150,6 +170,7 @@ class TorchftQuorum:
     def close(self) -> None:
         """Leave the federation."""
         self._manager.shutdown(wait=False)
+        self._waiter.shutdown(wait=False)
 
 
 class _NoTransport:

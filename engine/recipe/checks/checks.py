@@ -34,8 +34,7 @@ def check(recipe: Recipe, world: int | None = None) -> list[Finding]:
         recipe: tables that are each valid alone.
         world: number of ranks; without it, what depends on it is not checked.
     """
-    found = list(check_federation(recipe))
-    world = count_job_ranks(recipe, world)
+    found, world = [*check_federation(recipe)], count_job_ranks(recipe, world)
     if not recipe.data.splits:
         return found + _check_table(recipe, world)
     found += check_splits(recipe)
