@@ -20,12 +20,13 @@ from ..train.parts import Position
 from ..train.saving import Saver
 from .arrivals.timeline import Timeline
 from .arrivals.trace import ClientTrace
-from .carriers.tables import carriers
+from .carriers.client_ranks import ClientRanks, divide_job
+from .elastic.replica import Replica
 from .federation_parts import open_federation
 from .federation_state import FederationState
 from .rounds import Rounds
 from .server.server import Server
-from .tables import Federation
+from .tables import Federation, carriers
 
 
 @dataclass
@@ -88,7 +89,12 @@ class FederatedLoop(RunLoop):
         build_carrier = config.build(table)  # before the clients: it may refuse the recipe
         members = open_federation(parts, table, report)
         clients, server = members.clients, members.server
-        ranks = config.divide(table, store.group, recipe.resilience.collective_timeout_seconds)
+        ranks = ClientRanks()
+        if table.is_elastic:
+            ranks = ClientRanks(Replica.find(table.num_clients).number)
+        elif store.group and config.num_parts(table) > 1:
+            timeout = recipe.resilience.collective_timeout_seconds
+            ranks = divide_job(store.group, table.num_clients, timeout)
         carrier = build_carrier(table, parts, members, ranks, report)
         seed, interval = recipe.run.seed, recipe.ema.interval
         timeline = _open_timeline(table, parts, server)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -16,70 +16,19 @@ from ..core.config import (
 from ..core.registry import Named, Registry
 from ..core.text.expressions import match_names
 from .arrivals.tables import Late, Trace, dropouts
-from .carriers.tables import carriers
 from .elastic.tables import Elastic
 from .experts.tables import ExpertSubsets
 from .layers.tables import PARAMETERS, Fragments, LayerPolicy, StateSchedule
 from .merge.tables import Admission
 from .partition.tables import FederationClient
+from .server.tables import ServerOptimizerConfig, server_optimizers
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from ..data.tables import Data
     from .compression.codecs import Codec
     from .merge.rules import MergeRule
 
 PositiveFloat = Annotated[float, Field(gt=0)]
-
-
-class ServerOptimizerConfig(Component):
-    """Base of every server optimizer: the outer step of a round.
-
-    The pseudo-gradient of a round is the global weights minus the mean of the clients' weights: it
-    points uphill, as a gradient does. Every rule is elementwise, so that each rank applies it to
-    its shards alone.
-    """
-
-    states: ClassVar[tuple[str, ...]] = ()
-    """names of the tensors that it keeps for each weight, of the weight's shape, in fp32"""
-
-    lr: PositiveFloat = 1.0
-    """server learning rate"""
-
-    @property
-    def assigns_mean(self) -> bool:
-        """Whether the new weights are the mean of the clients' weights, by definition."""
-        return False
-
-    def begin(self, weight: Tensor) -> dict[str, Tensor]:
-        """Return the states of a weight before the first round: zeros, [weight's shape]."""
-        return {name: weight.new_zeros(weight.shape) for name in self.states}
-
-    def update(self, weight: Tensor, gradient: Tensor, state: dict[str, Tensor], step: int) -> None:
-        """Change a weight and its states in place.
-
-        Args:
-            weight: the global weight, or this rank's shard.
-            gradient: the pseudo-gradient, of the same shape; it may be overwritten.
-            state: the tensors that `begin` returned.
-            step: number of the round, counted from 1.
-        """
-        raise NotImplementedError
-
-
-server_optimizers: Registry[ServerOptimizerConfig] = Registry(
-    "server_optimizer",
-    default="fedavg",
-    built_in={
-        "fedavg": "engine.federated.server.optimizers:FedAvg",
-        "fedavgm": "engine.federated.server.optimizers:FedAvgM",
-        "fedmom": "engine.federated.server.optimizers:FedMom",
-        "fednesterov": "engine.federated.server.optimizers:FedNesterov",
-        "fedadam": "engine.federated.server.optimizers:FedAdam",
-        "fedyogi": "engine.federated.server.optimizers:FedYogi",
-    },
-)
 
 
 class CompressionConfig(Component):
@@ -137,6 +86,34 @@ merges: Registry[MergeConfig] = Registry(
         "trimmed_mean": "engine.federated.merge.configs:TrimmedMean",
         "median": "engine.federated.merge.configs:Median",
         "krum": "engine.federated.merge.configs:Krum",
+    },
+)
+
+
+class CarrierConfig(Component):
+    """Base of what moves weights and updates between the server and its clients."""
+
+    def build(self, table: Federation) -> type[Any]:
+        """Return the class of the carrier that a recipe's table asks for; see `LocalCarrier`."""
+        raise NotImplementedError
+
+    def num_parts(self, table: Federation) -> int:
+        """Return into how many parts the ranks of a job are divided, one for each client.
+
+        Args:
+            table: the recipe's `[federation]`.
+        """
+        return 1
+
+
+carriers: Registry[CarrierConfig] = Registry(
+    "carrier",
+    default="local",
+    built_in={
+        "local": "engine.federated.carriers.configs:Local",
+        "torchrun": "engine.federated.carriers.configs:Torchrun",
+        "job": "engine.federated.carriers.configs:JobCarrier",
+        "elastic": "engine.federated.carriers.configs:ElasticReplicas",
     },
 )
 

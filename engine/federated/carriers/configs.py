@@ -5,15 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from ...core.errors import Problem, RecipeError
-from ..elastic.replica import Replica
-from .tables import CarrierConfig, carriers
+from ..tables import CarrierConfig, Federation, carriers
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
     from ..elastic.elastic_carrier import ElasticCarrier
-    from ..tables import Federation
-    from .client_ranks import ClientRanks
     from .local_carrier import LocalCarrier
     from .torchrun_carrier import TorchrunCarrier
 
@@ -49,15 +44,6 @@ class Torchrun(CarrierConfig):
         """Return the number of clients."""
         return table.num_clients
 
-    def divide(
-        self, table: Federation, job: ProcessGroup | None, timeout_seconds: float
-    ) -> ClientRanks:
-        """Return the client of this rank, and the group of its peers in other clients."""
-        from .client_ranks import ClientRanks, divide_job
-
-        clients = table.num_clients
-        return divide_job(job, clients, timeout_seconds) if job and clients > 1 else ClientRanks()
-
 
 class JobCarrier(Torchrun):
     """The replica groups of an ordinary run are the clients: LocalSGD and DiLoCo in a cluster."""
@@ -81,14 +67,6 @@ class ElasticReplicas(CarrierConfig):
 
         load_torchft()  # before anything is opened
         return ElasticCarrier
-
-    def divide(
-        self, table: Federation, job: ProcessGroup | None, timeout_seconds: float
-    ) -> ClientRanks:
-        """Return the client that all ranks of this job train."""
-        from .client_ranks import ClientRanks
-
-        return ClientRanks(Replica.find(table.num_clients).number)
 
 
 def ranks_of_client(table: Federation, world: int) -> int:

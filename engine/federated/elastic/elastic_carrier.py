@@ -47,6 +47,7 @@ class ElasticCarrier(TorchrunCarrier):
     """
 
     _parts: Assembled
+    _quorum: TorchftQuorum
 
     def __init__(
         self,
@@ -70,7 +71,6 @@ class ElasticCarrier(TorchrunCarrier):
         """a quorum whose groups wait for this one"""
         self._members: tuple[int, ...] = ()
         self._reported: tuple[int, ...] = ()
-        self._quorum: TorchftQuorum | None = None
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -87,15 +87,9 @@ class ElasticCarrier(TorchrunCarrier):
             self._quorum.close()
 
     @property
-    def quorum(self) -> TorchftQuorum:
-        """The connection to the other replica groups."""
-        assert self._quorum is not None, "`running` comes first"
-        return self._quorum
-
-    @property
     def peers(self) -> ProcessGroup:
         """The ranks of this place in the replica groups of the quorum."""
-        return self.quorum.peers
+        return self._quorum.peers
 
     @property
     def members(self) -> Sequence[int]:
@@ -161,8 +155,12 @@ class ElasticCarrier(TorchrunCarrier):
                     meeting = None
                     continue
             faults.point("federation.exchange", self._replica.number, position.step)
-            if (updates := self._exchange_in(meeting, own, position)) is not None:
+            try:
+                updates = self._share(own, meeting.reports, position)
                 break
+            except RuntimeError as error:
+                if not isinstance(error, _Uncommitted):
+                    self._retry(error)
             own, meeting = self._collect_again(own), None
         yield from updates
 
@@ -173,20 +171,8 @@ class ElasticCarrier(TorchrunCarrier):
             RuntimeError: a group was lost.
         """
         gather_values(self.peers, True)
-        if not self.quorum.commit():
+        if not self._quorum.commit():
             raise _Uncommitted
-
-    def _exchange_in(
-        self, meeting: Meeting, own: OwnUpdate | None, position: Position
-    ) -> list[ClientUpdate] | None:
-        """Exchange updates with the groups of a quorum; None: one of them was lost."""
-        try:
-            return self._share(own, meeting.reports, position)
-        except _Uncommitted:
-            return None
-        except RuntimeError as error:
-            self._retry(error)
-            return None
 
     def _collect_again(self, own: OwnUpdate | None) -> OwnUpdate | None:
         """Return this job's update once more: the exchange may have overwritten it."""
@@ -221,7 +207,7 @@ class ElasticCarrier(TorchrunCarrier):
             while True:
                 check_wait()
                 meeting, error = self._form(position, check_wait, own)
-                if not self.quorum.all_ranks(meeting is not None) or meeting is None:
+                if not self._quorum.all_ranks(meeting is not None) or meeting is None:
                     self._retry(error)
                     continue
                 if meeting.is_doubled or meeting.differing:
@@ -250,7 +236,7 @@ class ElasticCarrier(TorchrunCarrier):
             self._digest,
             self._state.numbers(position),
         )
-        if not self.quorum.form(position.step, check):
+        if not self._quorum.form(position.step, check):
             return None, ConnectionError("a replica group of the quorum is gone")
         try:
             return Meeting.read(gather_values(self.peers, asdict(notice))), None
@@ -287,7 +273,7 @@ class ElasticCarrier(TorchrunCarrier):
             self._state.send(self.peers, source.numbers["has_average"], rank, receivers)
         except RuntimeError as error:
             failure = error
-        if has_arrived := self.quorum.all_ranks(failure is None):
+        if has_arrived := self._quorum.all_ranks(failure is None):
             return has_arrived
         self._retry(failure)
         return False
@@ -302,9 +288,9 @@ class ElasticCarrier(TorchrunCarrier):
 
     def _retry(self, error: Exception | None) -> None:
         """Leave the quorum, because a rank of this group has lost a peer."""
-        self.quorum.fail(error or ConnectionError("another rank of this group lost a peer"))
+        self._quorum.fail(error or ConnectionError("another rank of this group lost a peer"))
         sleep(RETRY_SECONDS)
 
 
-class _Uncommitted(Exception):
-    """A rank of this replica group lacks something, and the exchange is repeated."""
+class _Uncommitted(RuntimeError):
+    """A rank of this replica group lacks something, as all of its ranks know."""
