@@ -22,14 +22,8 @@ from .engine.core.errors import (
 from .engine.core.registry import Registry, models
 from .engine.corpus.configs import TokenSource
 from .engine.federated.arrivals.tables import DropoutConfig, dropouts
-from .engine.federated.tables import (
-    CompressionConfig,
-    MergeConfig,
-    ServerOptimizerConfig,
-    compressions,
-    merges,
-    server_optimizers,
-)
+from .engine.federated.server.tables import ServerOptimizerConfig, server_optimizers
+from .engine.federated.tables import CompressionConfig, MergeConfig, compressions, merges
 from .engine.observe.tables import (
     Monitor,
     MonitorConfig,

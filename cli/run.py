@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,6 +24,7 @@ from .run_ranks import (
 from .table import echo
 
 if TYPE_CHECKING:
+    from ..engine.recipe.load import Loaded
     from ..engine.recipe.schema import Recipe
     from ..engine.run.run_loop import RunLoop
 
@@ -83,7 +85,7 @@ def run(
         return
     world = find_world()
     ranks = nproc if nproc > 1 else world.world_size
-    loaded = load_recipe_or_run(recipe, overrides or [], ranks, plugin or [])
+    loaded = _name_replica(load_recipe_or_run(recipe, overrides or [], ranks, plugin or []))
     _check_options(world.launcher, nproc, max_restarts, as_json=as_json and not replay)
     _warn(loaded.warnings, world.rank)
     allowed = split_keys(allow_changed)
@@ -133,6 +135,15 @@ def run(
                 loop=_choose_loop(loaded.recipe),
             )
         )
+
+
+def _name_replica(loaded: Loaded) -> Loaded:
+    """Give a replica group that is a job of its own a run directory of its own."""
+    if not loaded.recipe.federation or not loaded.recipe.federation.is_elastic:
+        return loaded
+    from ..engine.federated.elastic.replica import name_replica
+
+    return replace(loaded, recipe=name_replica(loaded.recipe))
 
 
 def _choose_loop(recipe: Recipe) -> RunLoop | None:

@@ -5,6 +5,7 @@ The variable holds one or more faults, separated by commas. A fault is
 
 * `kill` (SIGKILL), `stop` (SIGSTOP), `raise`, `full` (no space left on the device);
 * `sleep` or `sleep60`: sleep ten, or so many, seconds, in Python code that a signal can interrupt;
+* `hold`: wait for a file `release` in the folder `TRAINER_FAULT_MARKS`;
 * `block60`: wait so many seconds in C, where Python's signal handlers do not run.
 
 A point that is met leaves an empty file `POINT-PID` in the folder `TRAINER_FAULT_MARKS`, if that is
@@ -48,6 +49,9 @@ def _fail(action: str) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
     elif kind == "sleep":
         time.sleep(float(seconds or 10))
+    elif kind == "hold":
+        while not os.path.exists(os.path.join(os.environ["TRAINER_FAULT_MARKS"], "release")):
+            time.sleep(0.02)
     elif kind == "block":
         # Other threads get the signals meanwhile, as they do while C++ works for long.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())

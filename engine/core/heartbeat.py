@@ -29,9 +29,9 @@ from .text.display import redact
 BYTES = 2048
 LONGEST_REASON = 300
 STALE_INTERVALS = 5
-UNTIMED = ("start", "rendezvous", "assemble", "resume", "export", "tasks")
-"""phases that may take as long as they need: they tokenise, load and write whole models, and
-prepare the questions of tasks"""
+UNTIMED = ("start", "rendezvous", "assemble", "resume", "export", "tasks", "quorum")
+"""phases that may take as long as they need: they tokenise, load and write whole models, prepare
+the questions of tasks, and wait for other replica groups"""
 
 Ended = Literal["", "done", "error", "lost contact", "hang"]
 Seconds = Annotated[float, Field(ge=0, le=1e11)]

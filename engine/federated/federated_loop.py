@@ -21,6 +21,7 @@ from ..train.saving import Saver
 from .arrivals.timeline import Timeline
 from .arrivals.trace import ClientTrace
 from .carriers.client_ranks import ClientRanks, divide_job
+from .elastic.replica import Replica
 from .federation_parts import open_federation
 from .federation_state import FederationState
 from .rounds import Rounds
@@ -84,11 +85,14 @@ class FederatedLoop(RunLoop):
         """Open the clients and the server, and return what saves and restores them."""
         recipe, table = parts.recipe, parts.recipe.federation
         assert table is not None, "`require` made sure of it"
-        config, ranks = carriers[table.carrier].model_validate({}), ClientRanks()
+        config = carriers[table.carrier].model_validate({})
         build_carrier = config.build(table)  # before the clients: it may refuse the recipe
         members = open_federation(parts, table, report)
         clients, server = members.clients, members.server
-        if store.group and config.num_parts(table) > 1:
+        ranks = ClientRanks()
+        if table.is_elastic:
+            ranks = ClientRanks(Replica.find(table.num_clients).number)
+        elif store.group and config.num_parts(table) > 1:
             timeout = recipe.resilience.collective_timeout_seconds
             ranks = divide_job(store.group, table.num_clients, timeout)
         carrier = build_carrier(table, parts, members, ranks, report)

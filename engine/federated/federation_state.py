@@ -59,6 +59,9 @@ class FederationState(TrainingState):
         self._clients = clients
         self._own = [client for client in clients if ranks.owns(client.number)]
         self._ranks = ranks
+        # Clients in jobs of their own save apart.
+        self._is_alone = ranks.number is not None and ranks.peers is None
+        self._saved = self._own if self._is_alone else list(clients)
         self._server = server
         self._policy = policy
         self._held = held
@@ -128,15 +131,17 @@ class FederationState(TrainingState):
     def prepare(self, manifest: Manifest) -> dict[str, Tensor]:
         """Return the tensors that a checkpoint fills, in place."""
         saved, rank = manifest.extra["federation"]["clients"], self.parts.world.rank
-        if len(saved) != len(self._clients):
-            message = f"the checkpoint has {len(saved)} clients, the run {len(self._clients)}"
+        names = [each["name"] for each in saved]
+        if len(names) != len(self._saved) or (self._is_alone and names != [self._own[0].name]):
+            message = f"the checkpoint has the clients {', '.join(names)}, the run other ones"
             raise CheckpointError(message, "start a new run with run.init_from")
         tensors = self._server_tensors()
         self.parts.optimizer.state = self._policy.shared
         self._prepare_optimizer(manifest.tensors, manifest.extra["optimizer_numbers"])
         tensors |= train_state.optimizer_state(self.parts.model, self.parts.optimizer)
-        for client in self._own:
-            numbers = saved[client.number]
+        for client, numbers in zip(self._saved, saved, strict=True):
+            if client not in self._own:
+                continue
             prefix, own = f"client{client.number}_", dict[str, TensorEntry]()
             for name, entry in manifest.tensors.items():
                 key, _, parameter = name.removeprefix(prefix).partition(".")
@@ -171,7 +176,7 @@ class FederationState(TrainingState):
         self._server.merged_bytes = saved["merged_bytes"]
         if self._timeline and saved.get("timeline"):
             self._timeline.restore(saved["timeline"])
-        for client, numbers in zip(self._clients, saved["clients"], strict=True):
+        for client, numbers in zip(self._saved, saved["clients"], strict=True):
             client.batch, client.loss_scale = numbers["batch"], numbers["loss_scale"]
             client.last_round = numbers["last_round"]
             client.late_weight = numbers.get("late_weight", 0.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -21,6 +22,7 @@ from ..train.saving import Saver
 from .arrivals.timeline import RoundTiming, Timeline
 from .carriers.local_carrier import ClientUpdate, LocalCarrier
 from .client import Client
+from .round_lost import RoundLost
 from .sampler import sample_clients
 from .server.server import Server
 from .tables import Federation
@@ -91,9 +93,15 @@ class Rounds:
                 return save_and_stop(parts, position, saver, observer)
             saver.wait_staged()  # a save in the background may still be copying the weights
             try:
+                if self.carrier.catch_up(position, partial(self._check, position, saver, stop)):
+                    observer.start(position.step, int(position.count))
                 self._train_round(position, saver, observer, stop)
             except StopRequested:
                 return "stopped"
+            except RoundLost:
+                reshard(parts.model)
+                self.server.broadcast()
+                continue
             stop.defer()
             outcome = evaluate_and_save(parts, position, saver, observer, health, stop, tasks)
             if parts.gc_interval:
@@ -117,11 +125,7 @@ class Rounds:
         self, position: Position, saver: Saver, observer: Observer, stop: StopFlag
     ) -> None:
         """Train the clients of a round, apply the server optimizer and record the rows."""
-
-        def check() -> None:
-            if self.carrier.wants_stop(stop) and saver.is_saved(position.step):
-                raise StopRequested
-
+        check = partial(self._check, position, saver, stop)
         parts, start = self.parts, perf_counter()
         number, end = position.step // parts.stride + 1, position.step + parts.stride
         chosen = sample_clients(self.table, self.seed, number)
@@ -148,7 +152,7 @@ class Rounds:
         reshard(parts.model)
         self._average(position.step, end)
         position.step = end
-        position.batch += parts.stride * len(chosen)
+        position.batch += parts.stride * len(log.updates)
         position.count = int(position.count) + log.count
         seconds = perf_counter() - start
         row = log.summarize()
@@ -164,6 +168,11 @@ class Rounds:
         row |= {unit: position.count, f"{unit}_per_second": log.count / seconds}
         row["samples"] = parts.loader.turns.count_samples(position.batch)
         observer.on_row(row)
+
+    def _check(self, position: Position, saver: Saver, stop: StopFlag) -> None:
+        """End a round before its end if a signal asks to, and the round before is saved."""
+        if self.carrier.wants_stop(stop) and saver.is_saved(position.step):
+            raise StopRequested
 
     def _receive_late(self, timing: RoundTiming | None, number: int) -> None:
         """Give the server the updates of earlier rounds that arrive in a round."""

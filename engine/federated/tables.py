@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -16,68 +16,19 @@ from ..core.config import (
 from ..core.registry import Named, Registry
 from ..core.text.expressions import match_names
 from .arrivals.tables import Late, Trace, dropouts
+from .elastic.tables import Elastic
 from .experts.tables import ExpertSubsets
 from .layers.tables import PARAMETERS, Fragments, LayerPolicy, StateSchedule
 from .merge.tables import Admission
 from .partition.tables import FederationClient
+from .server.tables import ServerOptimizerConfig, server_optimizers
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from ..data.tables import Data
     from .compression.codecs import Codec
     from .merge.rules import MergeRule
 
 PositiveFloat = Annotated[float, Field(gt=0)]
-
-
-class ServerOptimizerConfig(Component):
-    """Base of every server optimizer: the outer step of a round.
-
-    The pseudo-gradient of a round is the global weights minus the mean of the clients' weights: it
-    points uphill, as a gradient does. Every rule is elementwise, so that each rank applies it to
-    its shards alone.
-    """
-
-    states: ClassVar[tuple[str, ...]] = ()
-    """names of the tensors that it keeps for each weight, of the weight's shape, in fp32"""
-
-    lr: PositiveFloat = 1.0
-    """server learning rate"""
-
-    @property
-    def assigns_mean(self) -> bool:
-        """Whether the new weights are the mean of the clients' weights, by definition."""
-        return False
-
-    def begin(self, weight: Tensor) -> dict[str, Tensor]:
-        """Return the states of a weight before the first round: zeros, [weight's shape]."""
-        return {name: weight.new_zeros(weight.shape) for name in self.states}
-
-    def update(self, weight: Tensor, gradient: Tensor, state: dict[str, Tensor], step: int) -> None:
-        """Change a weight and its states in place.
-
-        Args:
-            weight: the global weight, or this rank's shard.
-            gradient: the pseudo-gradient, of the same shape; it may be overwritten.
-            state: the tensors that `begin` returned.
-            step: number of the round, counted from 1.
-        """
-        raise NotImplementedError
-
-
-server_optimizers: Registry[ServerOptimizerConfig] = Registry(
-    "server_optimizer",
-    default="fedavg",
-    built_in={
-        "fedavg": "engine.federated.server.optimizers:FedAvg",
-        "fedavgm": "engine.federated.server.optimizers:FedAvgM",
-        "fedmom": "engine.federated.server.optimizers:FedMom",
-        "fednesterov": "engine.federated.server.optimizers:FedNesterov",
-        "fedadam": "engine.federated.server.optimizers:FedAdam",
-        "fedyogi": "engine.federated.server.optimizers:FedYogi",
-    },
-)
 
 
 class CompressionConfig(Component):
@@ -162,6 +113,7 @@ carriers: Registry[CarrierConfig] = Registry(
         "local": "engine.federated.carriers.configs:Local",
         "torchrun": "engine.federated.carriers.configs:Torchrun",
         "job": "engine.federated.carriers.configs:JobCarrier",
+        "elastic": "engine.federated.carriers.configs:ElasticReplicas",
     },
 )
 
@@ -172,7 +124,8 @@ class Federation(Table):
     carrier: Annotated[str, OneOf(carriers)] = "local"
     """"local": clients train on this machine, in turn or in worker processes, or in the ranks of
     --nproc; "torchrun": all at once, each in its own part of the ranks of --nproc, or of a job;
-    "job": the replica groups of parallel.replicate of an ordinary `trainer run` are the clients"""
+    "job": the replica groups of parallel.replicate of an ordinary `trainer run` are the clients;
+    "elastic": the same, and each replica group is a job of its own, which may die and return"""
     processes: Count = 1
     """worker processes of "local", which train a client each at a time; 1: clients in turn"""
     clients: Count | None = None
@@ -188,7 +141,7 @@ class Federation(Table):
     [federation.trace]"""
     rounds: Count | None = None
     """rounds of the run, each of which ends with a step of the server optimizer; with carrier =
-    "job", run.steps says how long to train"""
+    "job" or "elastic", run.steps says how long to train"""
     local_steps: Count | None = None
     """optimizer steps of a client in a round; or give local_tokens"""
     local_tokens: Count | None = None
@@ -231,6 +184,8 @@ class Federation(Table):
     holds all updates of a round"""
     experts: ExpertSubsets = DEFAULTS
     """which experts each client holds"""
+    elastic: Elastic = DEFAULTS
+    """replica groups that may die and return"""
     late: Late = DEFAULTS
     """when a round ends, and what becomes of updates that arrive later"""
     trace: Trace = DEFAULTS
@@ -239,7 +194,12 @@ class Federation(Table):
     @property
     def is_job(self) -> bool:
         """Whether the clients are the replica groups of an ordinary run."""
-        return self.carrier == "job"
+        return self.carrier in ("job", "elastic")
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether each of these replica groups is a job of its own."""
+        return self.carrier == "elastic"
 
     @property
     def num_clients(self) -> int:

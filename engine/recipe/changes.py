@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
+from hashlib import sha256
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ FREE = (
     "evaluate",
     "federation.carrier",
     "federation.processes",
+    "federation.elastic",
     "metrics",
     "profile",
     "resilience",
@@ -106,6 +108,21 @@ def compare(
         and not CHECKED_BY_CONTENT.fullmatch(key)
         and not FREE_IN_LISTS.fullmatch(key)
     ]
+
+
+def digest_keys(recipe: Recipe) -> dict[str, str]:
+    """Return a short digest of each key that replica groups of one run must have alike.
+
+    Plan, precision, kernels and paths are each group's own.
+    """
+    own = {*FREE, "precision"} - {"federation.elastic"}
+    return {
+        key: sha256(repr(value).encode()).hexdigest()[:8]
+        for key, value in _leaves(remove_secrets(recipe.model_dump())).items()
+        if not _covered(key, own)
+        and not CHECKED_BY_CONTENT.fullmatch(key)
+        and not FREE_IN_LISTS.fullmatch(key)
+    }
 
 
 def resume_policy(key: str) -> str:

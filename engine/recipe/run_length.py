@@ -6,11 +6,14 @@ from ..core.text.positions import KeyPath
 from ..core.text.tree import Origin, Tree, key_paths
 from .layers import SET
 
+COUNTS_STEPS = ("job", "elastic")
+"""the carriers under which `run.steps` says how long to train"""
+
 
 def leave_steps_behind(tree: Tree) -> None:
     """Drop the length of an ordinary run from a layer below `[federation]`, which has its own."""
     federation, run = tree.values.get("federation"), tree.values.get("run")
-    if not isinstance(federation, dict) or federation.get("carrier") == "job":
+    if not isinstance(federation, dict) or federation.get("carrier") in COUNTS_STEPS:
         return
     if federation and isinstance(run, dict):
         layers = [tree.origin(path).layer for path in key_paths(federation, ("federation",))]

@@ -12,7 +12,8 @@ from ..checkpoint.tables import Checkpoint
 from ..core.config import DEFAULTS, Table
 from ..core.registry import Named, Registry, models
 from ..data.tables import Data
-from ..federated.tables import Federation, compressions, merges, server_optimizers
+from ..federated.server.tables import server_optimizers
+from ..federated.tables import Federation, compressions, merges
 from ..lora.tables import LoRA
 from ..observe.tables import Metrics, Profile, monitors, trackers
 from ..optim.tables import OptimizerConfig, ScheduleConfig, optimizers, schedules

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from ...core.errors import LostContact
 from ...launch.job_group import create_subgroup
+from .exchange import gather_values
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,8 @@ class ClientRanks:
     Attributes:
         number: number of the client whose rank this is; None: all clients train here in turn.
         peers: gloo group of the ranks that have the same place in each client, in the order of
-            clients: they hold the same shards. None: all clients train here.
+            clients: they hold the same shards. None: all clients train here, or each in a job of
+            its own.
     """
 
     number: int | None = None
@@ -30,19 +31,19 @@ class ClientRanks:
         return self.number is None or self.number == client
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the values of all clients, in the order of their numbers.
+        """Return the values of all clients, in the order of their numbers; as in JSON.
+
+        Without peers it is this rank's value alone.
 
         Raises:
             LostContact: a rank was lost.
         """
         if self.peers is None:
             return [value]
-        values = [None] * self.peers.size()
         try:
-            dist.all_gather_object(values, value, group=self.peers)
+            return gather_values(self.peers, value)
         except RuntimeError as error:  # gloo's word for a peer that is gone
             raise LostContact.by(self.peers.rank(), error) from error
-        return values
 
 
 def divide_job(job: ProcessGroup, clients: int, timeout_seconds: float) -> ClientRanks:

@@ -8,6 +8,7 @@ from ...core.errors import Problem, RecipeError
 from ..tables import CarrierConfig, Federation, carriers
 
 if TYPE_CHECKING:
+    from ..elastic.elastic_carrier import ElasticCarrier
     from .local_carrier import LocalCarrier
     from .torchrun_carrier import TorchrunCarrier
 
@@ -50,6 +51,24 @@ class JobCarrier(Torchrun):
     name: Literal["job"] = "job"  # type: ignore[assignment]  # the same carrier by another name
 
 
+class ElasticReplicas(CarrierConfig):
+    """Each replica group is a job of its own; torchft finds out which of them are there."""
+
+    name: Literal["elastic"] = "elastic"
+
+    def build(self, table: Federation) -> type[ElasticCarrier]:
+        """Return the class of the carrier.
+
+        Raises:
+            EnvironmentFault: torchft is missing.
+        """
+        from ..elastic.elastic_carrier import ElasticCarrier
+        from ..elastic.torchft_quorum import load_torchft
+
+        load_torchft()  # before anything is opened
+        return ElasticCarrier
+
+
 def ranks_of_client(table: Federation, world: int) -> int:
     """Return the number of ranks of one client's plan.
 
@@ -62,7 +81,9 @@ def ranks_of_client(table: Federation, world: int) -> int:
             or is the one of ordinary runs.
     """
     if table.is_job:
-        message = 'carrier = "job" makes the replica groups of an ordinary run the clients'
+        message = (
+            f'carrier = "{table.carrier}" makes the replica groups of an ordinary run the clients'
+        )
         hint = "run it with `trainer run`"
         raise RecipeError([Problem(message, key="federation.carrier", hint=hint)])
     if table.processes > 1 and world > 1:

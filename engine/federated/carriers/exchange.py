@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,6 +14,9 @@ from torch.distributed import ProcessGroup
 
 BUCKET_BYTES = 2**20
 """small tensors are sent together; a larger one is sent alone, without a copy"""
+
+LARGEST_VALUE = 2**24
+"""bytes of a value that ranks tell one another, at most"""
 
 PIECE = 2**20
 """number of values that are averaged at once, while the next piece is being sent"""
@@ -135,6 +140,53 @@ def gather_bytes(peers: ProcessGroup, data: Tensor, sizes: Sequence[int]) -> lis
     parts = list(torch.split(others, received))
     parts[own] = data
     return parts
+
+
+def gather_values(peers: ProcessGroup, value: Any) -> list[Any]:
+    """Return what every rank tells all, in the order of ranks: values as in JSON.
+
+    JSON and not pickle, so that what arrives from another job never runs as code.
+
+    Args:
+        peers: the group.
+        value: this rank's value.
+
+    Raises:
+        RuntimeError: a rank was lost.
+        ValueError: what arrives is no JSON, or too long.
+    """
+    text = json.dumps(value).encode()
+    data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    length = torch.tensor([len(text)]).view(torch.uint8)
+    lengths = gather_bytes(peers, length, [length.numel()] * peers.size())
+    sizes = [int(each.clone().view(torch.int64)) for each in lengths]
+    if not all(0 < size <= LARGEST_VALUE for size in sizes):
+        raise ValueError(f"ranks send {sizes} bytes, of which each may send {LARGEST_VALUE}")
+    return [json.loads(bytes(each.tolist())) for each in gather_bytes(peers, data, sizes)]
+
+
+def send_shards(
+    peers: ProcessGroup, shards: Mapping[str, Tensor], sender: int, receivers: Sequence[int]
+) -> None:
+    """Give some ranks the tensors of one, in place.
+
+    Args:
+        peers: the group; ranks that neither send nor receive need not call this.
+        shards: this rank's tensors, of the same names and shapes on all of these ranks.
+        sender: the rank whose tensors are sent.
+        receivers: the ranks whose tensors are overwritten.
+    """
+    for names in _bucket(shards):
+        flat = _join([shards[name] for name in names])
+        if peers.rank() == sender:
+            for work in [peers.send([flat], rank, 0) for rank in receivers]:
+                work.wait()
+        elif peers.rank() in receivers:
+            flat = torch.empty_like(flat)
+            peers.recv([flat], sender, 0).wait()
+            parts = torch.split(flat, [shards[name].numel() for name in names])
+            for name, part in zip(names, parts, strict=True):
+                shards[name].copy_(part.view(shards[name].shape))
 
 
 def gather_shards(

@@ -83,6 +83,15 @@ class LocalCarrier:
         """Return a context around all rounds: what trains clients elsewhere ends with it."""
         return nullcontext()
 
+    def catch_up(self, position: Position, check: Callable[[], None]) -> bool:
+        """Receive what clients elsewhere have done without this one; return whether they have.
+
+        Args:
+            position: the position of the run, which may change.
+            check: called while this waits; what it raises ends the wait.
+        """
+        return False
+
     def run_round(
         self, chosen: Sequence[int], position: Position, check: Callable[[], None]
     ) -> Iterator[ClientUpdate]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from ...core.config import Betas, Decay
-from ..tables import PositiveFloat, ServerOptimizerConfig
+from .tables import PositiveFloat, ServerOptimizerConfig
 
 if TYPE_CHECKING:
     from torch import Tensor

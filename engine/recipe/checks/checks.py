@@ -18,7 +18,7 @@ from ..schema import Recipe
 from .adapter_checks import check_adapters
 from .compute_checks import check_memory, check_precision
 from .expert_checks import check_experts
-from .federation_checks import check_federation
+from .federation_checks import check_federation, count_job_ranks
 from .metric_checks import check_metrics
 from .plan_checks import check_plan
 from .ragged_checks import check_ragged
@@ -34,7 +34,7 @@ def check(recipe: Recipe, world: int | None = None) -> list[Finding]:
         recipe: tables that are each valid alone.
         world: number of ranks; without it, what depends on it is not checked.
     """
-    found = list(check_federation(recipe))
+    found, world = [*check_federation(recipe)], count_job_ranks(recipe, world)
     if not recipe.data.splits:
         return found + _check_table(recipe, world)
     found += check_splits(recipe)

@@ -61,13 +61,25 @@ def check_federation(recipe: Recipe) -> Iterator[Finding]:
         "states": bool(table.states),
         "late": table.simulates_time,
     }.items():
-        if is_given and table.carrier in ("torchrun", "job"):
+        if is_given and table.carrier in ("torchrun", "job", "elastic"):
             message = f'is unsupported with carrier = "{table.carrier}"'
             yield ("federation", key), message, 'use carrier = "local"'
     for index, source in enumerate(recipe.data.sources):
         if getattr(source, "streaming", False):
             where = ("data", "sources", index, "streaming")
             yield where, "is unsupported together with [federation]", "prepare the source once"
+
+
+def count_job_ranks(recipe: Recipe, world: int | None) -> int | None:
+    """Return the number of ranks that `[parallel]` describes.
+
+    Args:
+        recipe: tables that are each valid alone.
+        world: number of ranks of the process group; None: unknown.
+    """
+    table = recipe.federation
+    is_part = world is not None and table is not None and table.is_elastic
+    return world * recipe.parallel.replicate if world and is_part else world
 
 
 def _check_counts(recipe: Recipe) -> Iterator[Finding]:
@@ -156,6 +168,7 @@ def _check_job(recipe: Recipe) -> Iterator[Finding]:
     """Yield what does not fit clients that are the replica groups of an ordinary run."""
     table, steps, replicas = recipe.federation, recipe.run.steps, recipe.parallel.replicate
     assert table is not None
+    carrier = f'carrier = "{table.carrier}"'
     given = {
         "clients": table.clients,
         "client": table.client,
@@ -165,22 +178,28 @@ def _check_job(recipe: Recipe) -> Iterator[Finding]:
     }
     for key, value in given.items():
         if value:
-            message = 'is unsupported with carrier = "job"'
+            message = f"is unsupported with {carrier}"
             hint = "parallel.replicate is the number of clients, run.steps says how long to train"
             yield ("federation", key), message, hint
     if table.partition != "rows":
-        message = 'is unsupported with carrier = "job"'
+        message = f"is unsupported with {carrier}"
         yield ("federation", "partition"), message, "replica groups share the rows of a run"
     if replicas < 2:
-        message = f'is {replicas}, but carrier = "job" makes its groups the clients'
+        message = f"is {replicas}, but {carrier} makes its groups the clients"
         yield ("parallel", "replicate"), message, "give the number of clients, 2 or more"
     if table.local_steps is None or table.local_tokens is not None:
         yield ("federation", "local_steps"), "is missing: steps between two exchanges", ""
     elif steps is None:
-        yield ("run", "steps"), 'is missing: carrier = "job" counts steps', "give it, not epochs"
+        yield ("run", "steps"), f"is missing: {carrier} counts steps", "give it, not epochs"
     elif steps % table.local_steps:
         message = f"({steps}) is no multiple of federation.local_steps ({table.local_steps})"
         yield ("run", "steps"), message, f"such as {-(-steps // table.local_steps)} * local_steps"
+    if table.is_elastic:
+        if table.fragments.is_enabled:
+            yield ("federation", "fragments"), f"is unsupported with {carrier}", 'take "job"'
+        if 1 < replicas < table.elastic.min_replicas:
+            message = f"({table.elastic.min_replicas}) is more than the {replicas} replica groups"
+            yield ("federation", "elastic", "min_replicas"), message, f"at most {replicas}"
 
 
 def _check_fragments(recipe: Recipe) -> Iterator[Finding]:
