@@ -185,7 +185,7 @@ def find_leftovers(run: FederatedRun) -> list[str]:
 def find_differing_rows(
     whole: Sequence[dict[str, Any]], killed: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Return the first rows that only one of the runs has: one more or less moves the others.
+    """Return the first rows that only one of the runs has, after both lists are aligned.
 
     Args:
         whole, killed: the rows of the run that was left alone, and of the one that was killed.

@@ -125,7 +125,7 @@ class Federation(Table):
     """"local": clients train on this machine, in turn or in worker processes, or in the ranks of
     --nproc; "torchrun": all at once, each in its own part of the ranks of --nproc, or of a job;
     "job": the replica groups of parallel.replicate of an ordinary `trainer run` are the clients;
-    "elastic": the same, and each replica group is a job of its own, which may die and return"""
+    "elastic": the same, and each replica group is a separate job, which may fail and rejoin"""
     processes: Count = 1
     """worker processes of "local", which train a client each at a time; 1: clients in turn"""
     clients: Count | None = None
@@ -185,7 +185,7 @@ class Federation(Table):
     experts: ExpertSubsets = DEFAULTS
     """which experts each client holds"""
     elastic: Elastic = DEFAULTS
-    """replica groups that may die and return"""
+    """when replica groups that are separate jobs wait for one another"""
     late: Late = DEFAULTS
     """when a round ends, and what becomes of updates that arrive later"""
     trace: Trace = DEFAULTS

@@ -1,4 +1,4 @@
-"""The carrier "elastic": each replica group is a job of its own, which may die and return."""
+"""The carrier "elastic": each replica group is a separate job, which may fail and rejoin."""
 
 from __future__ import annotations
 
@@ -244,7 +244,7 @@ class ElasticCarrier(TorchrunCarrier):
             return None, error
 
     def _refuse(self, meeting: Meeting) -> None:
-        """End this group if it does not fit the others, which wait until it is gone.
+        """Raise an error if the number or the recipe of this group conflicts with the others'.
 
         Raises:
             EnvironmentFault: this group starts, and one of the same number is there.

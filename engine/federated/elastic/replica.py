@@ -20,7 +20,7 @@ LIGHTHOUSE, GROUP = "TORCHFT_LIGHTHOUSE", "REPLICA_GROUP_ID"
 
 @dataclass(frozen=True)
 class Replica:
-    """A replica group among all of a federation.
+    """One replica group of a federation.
 
     Attributes:
         number: number of the group, counted from 0.

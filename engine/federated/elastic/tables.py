@@ -12,7 +12,7 @@ Seconds = Annotated[float, Field(gt=0, le=1e6)]
 
 
 class Elastic(Table):
-    """Replica groups that may die and return, of carrier = "elastic"."""
+    """When the replica groups of carrier = "elastic" wait for one another."""
 
     min_replicas: Count = 1
     """replica groups that an outer step needs; with fewer, those that are there wait"""

@@ -44,7 +44,7 @@ def load_torchft() -> Any:
 
 
 class TorchftQuorum:
-    """The connection of this rank to the ranks of the same place in other replica groups.
+    """Connects this rank to the corresponding ranks of the other replica groups.
 
     torchft 0.2's Manager forms quorums at the end of rounds and reconfigures the process group;
     what heals is sent by this package, because torchft's own transports unpickle what arrives.

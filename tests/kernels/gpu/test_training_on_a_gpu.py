@@ -24,22 +24,22 @@ QUIET = [
 ]
 
 
-def train(folder, name, recipe, *settings, device="cuda"):
-    """Return the losses of all training steps and validations of a run."""
-    words = [
-        f"--set={each}" for each in (*QUIET, f"run.dir={folder}", f"run.name={name}", *settings)
-    ]
+def run_fresh(command, recipe, *words, device="cuda"):
+    """Run a command in a process that has not used CUDA, and return how it ended."""
     path = os.pathsep.join(filter(None, [str(ROOT / ".dev"), os.environ.get("PYTHONPATH")]))
     env = {**os.environ, "PYTHONPATH": path}
     if device == "cpu":
         env["CUDA_VISIBLE_DEVICES"] = ""
-    file = ROOT / "recipes" / f"{recipe}_debug.toml"
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "trainer", "run", str(file), *words],
-        env=env,
-        capture_output=True,
-        text=True,
-    )
+    file = str(ROOT / "recipes" / f"{recipe}_debug.toml")
+    given = ["--compile", file] if command == "doctor" else [file]
+    line = [sys.executable, "-P", "-m", "trainer", command, *given, *words]
+    return subprocess.run(line, env=env, capture_output=True, text=True)
+
+
+def train(folder, name, recipe, *settings, device="cuda"):
+    """Return the losses of all training steps and validations of a run."""
+    settings = (*QUIET, f"run.dir={folder}", f"run.name={name}", *settings)
+    done = run_fresh("run", recipe, *(f"--set={each}" for each in settings), device=device)
     log = folder / name / "logs" / "rank-0.log"
     assert done.returncode == 0, done.stderr + (log.read_text()[-6000:] if log.exists() else "")
     rows = (folder / name / "metrics.jsonl").read_text().splitlines()
@@ -97,14 +97,6 @@ def test_a_setting_trains_on_a_gpu(name, tmp_path):
 
 @pytest.mark.parametrize("command", ["plan", "estimate-memory", "doctor"])
 def test_a_machine_with_a_gpu_simulates_runs(command):
-    path = os.pathsep.join(filter(None, [str(ROOT / ".dev"), os.environ.get("PYTHONPATH")]))
     words = ["--set=memory.recompute=full", "--set=compile.enabled=true", "--world=2"]
-    recipe = str(ROOT / "recipes" / "llama3_debug.toml")
-    given = ["--compile", recipe] if command == "doctor" else [recipe]
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "trainer", command, *given, *words],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-    )
+    done = run_fresh(command, "llama3", *words)
     assert done.returncode == 0, done.stderr
