@@ -6,6 +6,7 @@ Imported only by runs that compile: the compiler takes longer to import than the
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -95,6 +96,10 @@ def open_cache(folder: str) -> None:
                 f"give {key} another folder: code is read from it and runs",
             )
     make_private(path, key)
+    instructions = _name_instructions()
+    if path.name != instructions:  # else the process that started this one has chosen it
+        path /= instructions
+        make_private(path, key)
     # Torch reads the variable whenever it looks for a compiled graph.
     os.environ[CACHE] = str(path)
     # Without this, torch caches no graph with an autograd.Function, as SwiGLU is. Both graphs of
@@ -109,6 +114,17 @@ def open_cache(folder: str) -> None:
         codecache._HEADER_LOCK_DIR = str(path / "precompiled_headers" / "locks")
     if not torch.cuda.is_available():
         _skip_probes(path)
+
+
+def _name_instructions() -> str:
+    """Name the vector instructions that inductor writes for.
+
+    Torch's key of a graph leaves them out (2.11 to 2.13): a graph for AVX-512 that a processor with
+    AVX2 alone finds, such as another machine that shares the home directory, ends it by SIGSEGV.
+    """
+    limit = os.environ.get("ATEN_CPU_CAPABILITY", "")
+    words = [platform.machine(), *torch_private.cpu_vec_isa.x86_isa_checker(), limit]
+    return "-".join(word for word in words if word)
 
 
 def _skip_probes(folder: Path) -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from multiprocessing import Pipe
 from pathlib import Path
 
@@ -73,17 +74,23 @@ def kill_a_worker(run, after, kills=1):
     """Kill workers of this process's run once metrics.jsonl has so many rows; return the thread."""
 
     def find_workers():
+        """List the workers that run; one that was killed is absent until it is started again."""
         children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+        found = []
         for child in map(int, children):
-            if b"federated.workers.worker" in Path(f"/proc/{child}/cmdline").read_bytes():
-                yield child
+            with suppress(FileNotFoundError, ProcessLookupError):  # it has ended just now
+                if b"federated.workers.worker" in Path(f"/proc/{child}/cmdline").read_bytes():
+                    found.append(child)
+        return found
 
     def watch():
         for count in range(kills):
             metrics = run / "metrics.jsonl"
             while not metrics.exists() or metrics.read_bytes().count(b"\n") < after + 3 * count:
                 time.sleep(0.005)
-            victim = list(find_workers())[count % 2]
+            while not (workers := find_workers()):
+                time.sleep(0.005)
+            victim = workers[count % len(workers)]
             killed.append(victim)
             os.kill(victim, signal.SIGKILL)
 

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch._inductor.config
@@ -101,6 +102,16 @@ def test_graphs_of_selective_recomputation_are_found_by_their_operations(tmp_pat
 
 
 @pytest.mark.matrix
+def test_graphs_of_other_instructions_are_not_found(tmp_path, monkeypatch):
+    found = [start(tmp_path / "cache")]
+    for limit in ("default", "avx2"):
+        monkeypatch.setenv("ATEN_CPU_CAPABILITY", limit)
+        found.append(start(tmp_path / "cache"))
+    assert [each["autograd_cache_miss"] for each in found] == [1, 1, 1]
+    assert [each["gradient"] for each in found] == [24, 24, 24]
+
+
+@pytest.mark.matrix
 def test_a_second_compiled_run_finds_every_graph(tmp_path):
     settings = {
         "run.dir": tmp_path, "run.steps": 2, "schedule.warmup_steps": 0, "evaluate.interval": 0,
@@ -195,7 +206,11 @@ def test_a_compiled_loss_uses_the_private_folder_without_compiled_blocks(tmp_pat
     assert not folder.exists(), "what is not trained compiles no loss"
     build_model(recipe, 64, device, make_plan(recipe.parallel, 0, 1, device))
     assert folder.stat().st_mode & 0o777 == 0o700
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(folder)
+    inner = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+    assert inner.parent == folder
+    assert inner.stat().st_mode & 0o777 == 0o700
+    open_cache("")  # as a process does that this one starts
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(inner)
 
 
 @pytest.mark.parametrize("inside", ["run/cache", "run/checkpoints/step-00000002/cache"])
