@@ -126,7 +126,7 @@ def plan_federation(
     data_parallel = 4 * sum(sizes) * BYTES * steps * (table.num_clients - 1) // table.num_clients
     holds = table.merge.build() is not None or table.admission.compares
     copies = 2 + len(table.server.states) + size * holds
-    kept = table.compression.has_feedback + table.keeps_weights
+    kept = bool(table.compression.feedback) + table.keeps_weights
     keeps = table.client_optimizer in ("keep", "schedule") and table.carrier == "local"
     has_workers = table.processes > 1
     shared = 2 * (sum(sizes) + averaged) * BYTES + optimizer

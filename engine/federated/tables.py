@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from ..core.config import (
     DEFAULTS,
@@ -35,9 +35,9 @@ class CompressionConfig(Component):
     """Base of every compression of pseudo-gradients."""
 
     @property
-    def has_feedback(self) -> bool:
-        """Whether clients add what was lost to their next pseudo-gradient."""
-        return False
+    def feedback(self) -> float:
+        """The share of what was lost that clients add to their next pseudo-gradient."""
+        return 0.0
 
     def build(self) -> Codec | None:
         """Return the codec; None sends fp32."""
@@ -49,11 +49,19 @@ class LossyCompression(CompressionConfig):
 
     error_feedback: bool = True
     """each client adds what the compression lost to its next pseudo-gradient"""
+    error_decay: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """the share of it that is added: below 1, what was lost long ago counts less"""
+
+    @model_validator(mode="after")
+    def _check_decay(self) -> Self:
+        if not self.error_feedback and self.error_decay != 1:
+            raise ValueError("error_decay has no effect without error_feedback: remove one")
+        return self
 
     @property
-    def has_feedback(self) -> bool:
-        """Whether clients add what was lost to their next pseudo-gradient."""
-        return self.error_feedback
+    def feedback(self) -> float:
+        """The share of what was lost that clients add to their next pseudo-gradient."""
+        return self.error_decay if self.error_feedback else 0.0
 
 
 compressions: Registry[CompressionConfig] = Registry(

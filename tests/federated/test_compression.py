@@ -122,7 +122,7 @@ def test_a_number_that_is_not_finite_arrives_as_such(name, bad):
 @pytest.mark.parametrize("name", ["int4", "topk"])
 def test_error_feedback_delays_what_is_lost(name):
     weights = {"w": torch.zeros(70, 90)}
-    compressor = Compressor(build(name), weights, feedback=True)
+    compressor = Compressor(build(name), weights, feedback=1.0)
     errors = compressor.begin_errors()
     given, arrived = np.zeros((70, 90)), np.zeros((70, 90))
     for seed in range(20):
@@ -132,12 +132,29 @@ def test_error_feedback_delays_what_is_lost(name):
         arrived += received["w"].double().numpy()
     np.testing.assert_allclose(arrived + errors["w"].double().numpy(), given, atol=1e-4)
     # Without it, what top-k leaves out would never arrive.
-    plain = Compressor(build(name), weights, feedback=False)
+    plain = Compressor(build(name), weights, feedback=0.0)
     assert plain.begin_errors() == {}
 
 
+@pytest.mark.parametrize("name", ["topk", *also("bf16", "int8", "int4")])
+def test_a_decay_weighs_what_was_lost_by_its_age(name):
+    """SparseLoCo, arXiv:2508.15706, algorithm 1: e becomes decay * e + gradient - sent."""
+    decay, codec = 0.75, build(name)
+    compressor = Compressor(codec, {"w": torch.zeros(5000)}, feedback=decay)
+    errors = compressor.begin_errors()
+    expected = np.zeros(5000)
+    for seed in range(8):
+        gradient = draw(5000, seed)
+        received, _ = compressor.send(errors, {"w": gradient.clone()})
+        total = decay * expected + gradient.double().numpy()
+        sent = codec.decode(codec.encode(torch.from_numpy(total).float()), 5000)
+        np.testing.assert_allclose(received["w"], sent, rtol=1e-5, atol=1e-6)
+        expected = total - received["w"].double().numpy()
+    np.testing.assert_allclose(errors["w"], expected, atol=1e-5)
+
+
 def test_a_client_recovers_from_an_update_that_was_not_finite():
-    compressor = Compressor(build("int8"), {"w": torch.zeros(8)}, feedback=True)
+    compressor = Compressor(build("int8"), {"w": torch.zeros(8)}, feedback=1.0)
     errors = compressor.begin_errors()
     compressor.send(errors, {"w": torch.full((8,), float("nan"))})
     received, _ = compressor.send(errors, {"w": torch.ones(8)})

@@ -176,6 +176,10 @@ def test_tokens_of_a_round_are_rounded_up_to_steps(command, tmp_path):
         ("server.name=fedadm", 'did you mean "fedadam"?'),
         ("client_optimizer=schedule", "no entry of [[federation.states]] names a state"),
         ("weighing=tokens", 'did you mean "weighting"?'),
+        (
+            'compression={ name = "topk", error_feedback = false, error_decay = 0.9 }',
+            "error_decay has no effect without error_feedback",
+        ),
     ],
 )
 def test_faults_of_the_table_are_told_with_their_key(command, change, message):

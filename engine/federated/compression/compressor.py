@@ -25,11 +25,12 @@ class Compressor:
     Args:
         codec: the codec; None sends fp32.
         weights: the compressed weights by name; other tensors travel in fp32.
-        feedback: whether clients keep what the codec loses.
+        feedback: the share of what the codec has lost that a client adds to its next
+            pseudo-gradient (below 1: SparseLoCo, arXiv:2508.15706, algorithm 1); 0 keeps nothing.
     """
 
     def __init__(
-        self, codec: Codec | None, weights: Mapping[str, Tensor], *, feedback: bool
+        self, codec: Codec | None, weights: Mapping[str, Tensor], *, feedback: float
     ) -> None:
         self._codec = codec
         self._weights = weights
@@ -66,7 +67,7 @@ class Compressor:
                 total += _count_fp32(value, weight)
                 continue
             if name in errors:
-                value = local(errors[name]).add_(value)
+                value = local(errors[name]).mul_(self._feedback).add_(value)
             whole = _gather(weight, value)
             data = self._codec.encode(whole.view(-1))
             arrived = self._codec.decode(data, whole.numel())

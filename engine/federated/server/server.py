@@ -59,7 +59,7 @@ class Server:
         self.weights = {name: tensor.detach().clone() for name, tensor in self.model.items()}
         self.states = {name: self._config.begin(self.weights[name]) for name in model}
         codec = table.compression.build()
-        feedback = table.compression.has_feedback
+        feedback = table.compression.feedback
         self._buffers = frozenset(buffers)
         self.active = masks.merged_in(1) | self._buffers
         self.compressor = Compressor(codec, {n: self.weights[n] for n in model}, feedback=feedback)
