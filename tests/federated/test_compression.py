@@ -110,6 +110,25 @@ def test_the_server_steps_with_what_it_sends_back(name):
     assert data.numel() <= dense
 
 
+@pytest.mark.parametrize("size", SIZES)
+def test_a_block_of_many_merged_values_has_a_mask_in_place_of_places(size):
+    codec, merged = build("topk", keep=512), torch.zeros(size)
+    for first in range(0, size, 4096):  # each block has more values than the one before
+        block = merged[first : first + 4096]
+        block[draw(len(block), first).argsort()[: 341 + first // 4096]] = 1.0
+    merged *= draw(size, 1)
+    merged[size // 2] = float("nan")
+    data = codec.encode_merged(merged)
+    expected = merged.to(torch.bfloat16).float()
+    torch.testing.assert_close(codec.decode_merged(data, size), expected, rtol=0, atol=0,
+                               equal_nan=True)  # fmt: skip
+    counts = [int((part != 0).sum()) for part in torch.split(expected, 4096)]
+    places = sum(12 * count for count in counts if count <= 341)
+    masks = 512 * sum(count > 341 for count in counts)
+    assert data.numel() == 2 * len(counts) + -(-places // 8) + masks + 2 * sum(counts)
+    assert data.numel() <= codec.count_merged_bytes(size, 8)
+
+
 @pytest.mark.parametrize("name", ["bf16", "int8", "int4", "topk"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_number_that_is_not_finite_arrives_as_such(name, bad):

@@ -132,9 +132,9 @@ class TopKCodec(Codec):
 
     def count_merged_bytes(self, size: int, clients: int) -> int:
         """Return the most bytes that `encode_merged` makes of the mean of so many clients."""
-        counts = self._counts(size)
-        total = sum(min(INDEX_BLOCK, clients * count) for count in counts)
-        return 2 * len(counts) + -(-total * INDEX_BITS // 8) + 2 * total
+        counts = [min(INDEX_BLOCK, clients * count) for count in self._counts(size)]
+        bits = sum(min(INDEX_BITS * count, INDEX_BLOCK) for count in counts)
+        return 2 * len(counts) + -(-bits // 8) + 2 * sum(counts)
 
     def encode(self, values: Tensor) -> Tensor:
         """Return the bytes that a client sends for a tensor, [N]: magnitudes, places, codes."""
@@ -172,26 +172,38 @@ class TopKCodec(Codec):
     def encode_merged(self, values: Tensor) -> Tensor:
         """Return the bytes that the server sends for a merged tensor, [N].
 
-        Of each block the count of values that are not 0, their places, and their values in bf16.
+        Of each block the count of values that are not 0, and their places: numbers, or a mask of
+        the block where that is shorter. Then all these values in bf16.
         """
         rounded = values.cpu().to(torch.bfloat16)
-        where = rounded.float().nonzero().view(-1)
-        blocks = -(-len(values) // INDEX_BLOCK)
-        counts = torch.bincount(where // INDEX_BLOCK, minlength=blocks).to(torch.int16)
-        places = pack_bits(where % INDEX_BLOCK, INDEX_BITS)
-        return torch.cat([as_bytes(counts), places, as_bytes(rounded[where])])
+        flags = pad(rounded != 0, (0, -len(values) % INDEX_BLOCK)).view(-1, INDEX_BLOCK)
+        counts = flags.sum(1, dtype=torch.int16)
+        is_full = _has_mask(counts)
+        places = pack_bits(flags[~is_full].nonzero()[:, 1], INDEX_BITS)
+        masks = pack_bits(flags[is_full].view(-1), 1)
+        return torch.cat([as_bytes(counts), places, masks, as_bytes(rounded[rounded != 0])])
 
     def decode_merged(self, data: Tensor, size: int) -> Tensor:
         """Return the merged numbers, [size], with which server and clients step."""
         blocks = -(-size // INDEX_BLOCK)
         counts = data[: 2 * blocks].clone().view(torch.int16).long()
-        total = int(counts.sum())
-        border = 2 * blocks + -(-total * INDEX_BITS // 8)
-        starts = torch.arange(blocks).repeat_interleave(counts)
-        places = unpack_bits(data[2 * blocks : border], INDEX_BITS, total)
+        is_full = _has_mask(counts)
+        listed, masked = int(counts[~is_full].sum()), int(is_full.sum()) * INDEX_BLOCK
+        first = 2 * blocks
+        second = first + -(-listed * INDEX_BITS // 8)
+        third = second + masked // 8
+        flags = torch.zeros(blocks, INDEX_BLOCK, dtype=torch.bool)
+        rows = (~is_full).nonzero().view(-1).repeat_interleave(counts[~is_full])
+        flags[rows, unpack_bits(data[first:second], INDEX_BITS, listed)] = True
+        flags[is_full] = unpack_bits(data[second:third], 1, masked).bool().view(-1, INDEX_BLOCK)
         values = torch.zeros(size)
-        values[places + starts * INDEX_BLOCK] = data[border:].clone().view(torch.bfloat16).float()
+        values[flags.view(-1)[:size]] = data[third:].clone().view(torch.bfloat16).float()
         return values
+
+
+def _has_mask(counts: Tensor) -> Tensor:
+    """Tell of each block whether a mask takes fewer bits than its places do."""
+    return counts.long() * INDEX_BITS > INDEX_BLOCK
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
