@@ -4,7 +4,8 @@
 training over 8 clients, by FedAvg and by DiLoCo with a round of 16 steps, with equal steps of each
 client. `sparse` compares DiLoCo whose clients send the largest of 4,096 values with DiLoCo that
 sends all, on a Llama of one layer that trains until its loss hardly falls
-(`--steps 18000 --outer-lr 1.0`). `inner` compares Muon with AdamW as the clients' optimizer, each at the best of 5 rates.
+(`--steps 18000 --outer-lr 1.0`). `inner` compares Muon with AdamW as the clients' optimizer, each
+at the best of 5 rates.
 `overhead` tells how much of the time of 8 clients of 1 M parameters is not training.
 
     python benchmarks/federated.py ordering --write
