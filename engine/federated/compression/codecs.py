@@ -178,24 +178,24 @@ class TopKCodec(Codec):
         rounded = values.cpu().to(torch.bfloat16)
         flags = pad(rounded != 0, (0, -len(values) % INDEX_BLOCK)).view(-1, INDEX_BLOCK)
         counts = flags.sum(1, dtype=torch.int16)
-        is_full = _has_mask(counts)
-        places = pack_bits(flags[~is_full].nonzero()[:, 1], INDEX_BITS)
-        masks = pack_bits(flags[is_full].view(-1), 1)
+        has_mask = _has_mask(counts)
+        places = pack_bits(flags[~has_mask].nonzero()[:, 1], INDEX_BITS)
+        masks = pack_bits(flags[has_mask].view(-1), 1)
         return torch.cat([as_bytes(counts), places, masks, as_bytes(rounded[rounded != 0])])
 
     def decode_merged(self, data: Tensor, size: int) -> Tensor:
         """Return the merged numbers, [size], with which server and clients step."""
         blocks = -(-size // INDEX_BLOCK)
         counts = data[: 2 * blocks].clone().view(torch.int16).long()
-        is_full = _has_mask(counts)
-        listed, masked = int(counts[~is_full].sum()), int(is_full.sum()) * INDEX_BLOCK
+        has_mask = _has_mask(counts)
+        listed, masked = int(counts[~has_mask].sum()), int(has_mask.sum()) * INDEX_BLOCK
         first = 2 * blocks
         second = first + -(-listed * INDEX_BITS // 8)
         third = second + masked // 8
         flags = torch.zeros(blocks, INDEX_BLOCK, dtype=torch.bool)
-        rows = (~is_full).nonzero().view(-1).repeat_interleave(counts[~is_full])
+        rows = (~has_mask).nonzero().view(-1).repeat_interleave(counts[~has_mask])
         flags[rows, unpack_bits(data[first:second], INDEX_BITS, listed)] = True
-        flags[is_full] = unpack_bits(data[second:third], 1, masked).bool().view(-1, INDEX_BLOCK)
+        flags[has_mask] = unpack_bits(data[second:third], 1, masked).bool().view(-1, INDEX_BLOCK)
         values = torch.zeros(size)
         values[flags.view(-1)[:size]] = data[third:].clone().view(torch.bfloat16).float()
         return values
