@@ -70,7 +70,7 @@ def make_temporary_name(step: int) -> str:
 def publish(temporary: Path, step: int) -> Path:
     """Give a complete checkpoint its final name, durably; it replaces one of the same step.
 
-    Checkpoints of later steps come from before the run resumed: they are renamed, not deleted.
+    Checkpoints of later steps come from before a rollback: they are renamed, not deleted.
     """
     folder = temporary.parent
     final = folder / folder_name(step)
@@ -80,13 +80,25 @@ def publish(temporary: Path, step: int) -> Path:
     elif final.exists():
         replaced = final.rename(_mark(final, ".old-"))
     temporary.rename(final)  # atomic: readers see all of it or nothing
-    for beyond in list_checkpoints(folder):
-        if parse_step(beyond) > step:
-            beyond.rename(_mark(beyond, "abandoned-"))
     sync_folder(folder)  # a rename is durable only once its folder is synced
+    abandon_beyond(folder, step)
     if replaced and (why := remove(replaced)):
         warn_once(why)
     return final
+
+
+def abandon_beyond(folder: Path, step: int) -> bool:
+    """Rename the checkpoints beyond the step from which a run has resumed: they stay, unused.
+
+    Returns:
+        whether there are any.
+    """
+    beyond = [path for path in list_checkpoints(folder) if parse_step(path) > step]
+    for path in beyond:
+        path.rename(_mark(path, "abandoned-"))
+    if beyond:
+        sync_folder(folder)  # a rename is durable only once its folder is synced
+    return bool(beyond)
 
 
 def list_prunable(folder: Path, keep: int, keep_every: int = 0) -> list[Path]:

@@ -149,6 +149,27 @@ class CheckpointStore:
             lambda: None, lambda _: retention.restore_best_alias(self.folder, best, last)
         )
 
+    def abandon_beyond(self, step: int) -> None:
+        """Rename the checkpoints beyond the step from which the run resumes: a later start would
+        take the newest of them, and their rows leave metrics.jsonl now.
+
+        Raises:
+            EnvironmentFault: one cannot be renamed.
+        """
+        self._ranks.reduce(lambda: None, lambda _: self._abandon_beyond(step))
+
+    def _abandon_beyond(self, step: int) -> None:
+        try:
+            is_changed = retention.abandon_beyond(self.folder, step)
+        except OSError as error:
+            raise EnvironmentFault(
+                f"a checkpoint beyond step {step:,} cannot be renamed: {error}",
+                "the run resumes from this step: remove the later checkpoints, or give another "
+                "run.dir",
+            ) from error
+        if is_changed and self._names_latest:
+            retention.restore_latest_alias(self.folder)
+
     def complete(self, newest: Path, best: int | None) -> None:
         """Set the alias `best` and prune, if a kill came between the last save and that.
 

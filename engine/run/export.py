@@ -33,11 +33,13 @@ RECORD = "exported.json"
 
 
 def require_exportable(parts: Assembled) -> None:
-    """Check before training that each weight has a name in Hugging Face's format.
+    """Check before training that the weights have names in the format that they are exported in.
 
     Raises:
-        CheckpointError: some weights have none.
+        CheckpointError: some weights have none in Hugging Face's format.
     """
+    if parts.checkpoint.export == "none":
+        return
     weights = parts.model.named_parameters()
     shapes = {name: tuple(weight.shape) for name, weight in weights if not is_adapter(name)}
     hf_parts(shapes, parts.model_config)

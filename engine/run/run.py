@@ -175,11 +175,12 @@ class Session:
                 return ExitCode.DONE
             saver.restore(found.path, found.manifest, position)
             self.progress.note(f"resumed from {found.path} (step {position.step})")
-        if recipe.checkpoint.export != "none":
-            require_exportable(parts)
+        require_exportable(parts)
         tasks = open_tasks(parts, self.loaded_tasks)
         state = make_state(parts, position.step, identity, self.world.world_size)
-        # Only now: a start that fails leaves the recipe of the run as it was.
+        # Only now: a start that fails leaves the run's recipe and checkpoints as they were.
+        if found is not None and not found.skipped:
+            store.abandon_beyond(position.step)
         if self.world.rank == 0:
             write_recipe(self.directory, recipe, identity, checkouts, state.device)
         with self._record(state), recorder.open_log(position.step):
@@ -265,9 +266,8 @@ class Session:
     def _watch(self, parts: Assembled, attempt: int) -> tuple[EventRecorder, Health]:
         """Return what examines each step, and what writes down the events that it finds."""
         folder = self.directory.path if self.world.rank == 0 else None
-        recipe, warn = self.recipe, self.progress.warn
+        recipe, warn, step = self.recipe, self.progress.warn, parts.step
         recorder = EventRecorder(folder, parts.loader, attempt, warn)
-        step = parts.step
         # Monitors and a lookahead must know on the host whether the weights change.
         can_skip = step.weight_update.can_skip and not (recipe.metrics.monitors or parts.lookahead)
         return recorder, Health(

@@ -1,7 +1,10 @@
 """A run directory or a checkpoint in place of a recipe."""
 
+import os
 import re
 import shutil
+import signal
+import subprocess
 import sys
 
 import pytest
@@ -33,6 +36,24 @@ def test_a_checkpoint_resumes_from_itself_in_its_run(command, finished, tmp_path
     code, shown, errors = command("run", checkpoint)
     assert code == 0, errors
     assert f"resumed from {checkpoint} (step 2)" in shown
+    assert losses(run) == losses(finished)
+
+
+def test_a_run_that_resumes_from_an_earlier_step_leaves_the_later_checkpoints(
+    command, finished, tmp_path
+):
+    run = shutil.copytree(finished, tmp_path / "copy", symlinks=True)
+    folder = run / "checkpoints"
+    fault = {**os.environ, "TRAINER_FAULT": "train.step:step3:kill"}
+    words = [sys.executable, "-P", "-m", "trainer", "run", str(folder / "step-00000002")]
+    killed = subprocess.run(words, env=fault, capture_output=True, timeout=120, check=False)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert [path.name[:23] for path in folder.glob("abandoned-*")] == ["abandoned-step-00000004"]
+    assert (folder / "latest").resolve().name == "step-00000002"
+    # The run goes on from the step that was named, not from the checkpoint that it left.
+    code, shown, errors = command("run", run)
+    assert code == 0, errors
+    assert "step-00000002 (step 2)" in shown
     assert losses(run) == losses(finished)
 
 
