@@ -80,25 +80,18 @@ def publish(temporary: Path, step: int) -> Path:
     elif final.exists():
         replaced = final.rename(_mark(final, ".old-"))
     temporary.rename(final)  # atomic: readers see all of it or nothing
-    sync_folder(folder)  # a rename is durable only once its folder is synced
     abandon_beyond(folder, step)
     if replaced and (why := remove(replaced)):
         warn_once(why)
     return final
 
 
-def abandon_beyond(folder: Path, step: int) -> bool:
-    """Rename the checkpoints beyond the step from which a run has resumed: they stay, unused.
-
-    Returns:
-        whether there are any.
-    """
-    beyond = [path for path in list_checkpoints(folder) if parse_step(path) > step]
-    for path in beyond:
-        path.rename(_mark(path, "abandoned-"))
-    if beyond:
-        sync_folder(folder)  # a rename is durable only once its folder is synced
-    return bool(beyond)
+def abandon_beyond(folder: Path, step: int) -> None:
+    """Rename the checkpoints beyond the step that a run is at: they stay, unused."""
+    for path in list_checkpoints(folder):
+        if parse_step(path) > step:
+            path.rename(_mark(path, "abandoned-"))
+    sync_folder(folder)  # a rename is durable only once its folder is synced
 
 
 def list_prunable(folder: Path, keep: int, keep_every: int = 0) -> list[Path]:

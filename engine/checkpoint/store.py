@@ -160,14 +160,14 @@ class CheckpointStore:
 
     def _abandon_beyond(self, step: int) -> None:
         try:
-            is_changed = retention.abandon_beyond(self.folder, step)
+            retention.abandon_beyond(self.folder, step)
         except OSError as error:
             raise EnvironmentFault(
                 f"a checkpoint beyond step {step:,} cannot be renamed: {error}",
                 "the run resumes from this step: remove the later checkpoints, or give another "
                 "run.dir",
             ) from error
-        if is_changed and self._names_latest:
+        if self._names_latest:
             retention.restore_latest_alias(self.folder)
 
     def complete(self, newest: Path, best: int | None) -> None:

@@ -122,9 +122,8 @@ def _name_instructions() -> str:
     Torch's key of a graph leaves them out (2.11 to 2.13): a graph for AVX-512 that a processor with
     AVX2 alone finds, such as another machine that shares the home directory, ends it by SIGSEGV.
     """
-    limit = os.environ.get("ATEN_CPU_CAPABILITY", "")
-    words = [platform.machine(), *torch_private.cpu_vec_isa.x86_isa_checker(), limit]
-    return "-".join(word for word in words if word)
+    present = torch_private.cpu_vec_isa.x86_isa_checker()
+    return "-".join([platform.machine(), *present, os.environ.get("ATEN_CPU_CAPABILITY", "all")])
 
 
 def _skip_probes(folder: Path) -> None:

@@ -179,9 +179,14 @@ class TopKCodec(Codec):
         flags = pad(rounded != 0, (0, -len(values) % INDEX_BLOCK)).view(-1, INDEX_BLOCK)
         counts = flags.sum(1, dtype=torch.int16)
         has_mask = _has_mask(counts)
-        places = pack_bits(flags[~has_mask].nonzero()[:, 1], INDEX_BITS)
-        masks = pack_bits(flags[has_mask].view(-1), 1)
-        return torch.cat([as_bytes(counts), places, masks, as_bytes(rounded[rounded != 0])])
+        return torch.cat(
+            [
+                as_bytes(counts),
+                pack_bits(flags[~has_mask].nonzero()[:, 1], INDEX_BITS),
+                pack_bits(flags[has_mask].view(-1), 1),
+                as_bytes(rounded[rounded != 0]),
+            ]
+        )
 
     def decode_merged(self, data: Tensor, size: int) -> Tensor:
         """Return the merged numbers, [size], with which server and clients step."""
@@ -189,16 +194,15 @@ class TopKCodec(Codec):
         counts = data[: 2 * blocks].clone().view(torch.int16).long()
         has_mask = _has_mask(counts)
         listed, masked = int(counts[~has_mask].sum()), int(has_mask.sum()) * INDEX_BLOCK
-        first = 2 * blocks
-        second = first + -(-listed * INDEX_BITS // 8)
-        third = second + masked // 8
+        _, places, masks, kept = torch.split(
+            data, [2 * blocks, -(-listed * INDEX_BITS // 8), masked // 8, 2 * int(counts.sum())]
+        )
         flags = torch.zeros(blocks, INDEX_BLOCK, dtype=torch.bool)
         rows = (~has_mask).nonzero().view(-1).repeat_interleave(counts[~has_mask])
-        flags[rows, unpack_bits(data[first:second], INDEX_BITS, listed)] = True
-        flags[has_mask] = unpack_bits(data[second:third], 1, masked).bool().view(-1, INDEX_BLOCK)
-        values = torch.zeros(size)
-        values[flags.view(-1)[:size]] = data[third:].clone().view(torch.bfloat16).float()
-        return values
+        flags[rows, unpack_bits(places, INDEX_BITS, listed)] = True
+        flags[has_mask] = unpack_bits(masks, 1, masked).bool().view(-1, INDEX_BLOCK)
+        values = kept.clone().view(torch.bfloat16).float()
+        return torch.zeros(size).masked_scatter_(flags.view(-1)[:size], values)
 
 
 def _has_mask(counts: Tensor) -> Tensor:
