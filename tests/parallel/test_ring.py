@@ -96,6 +96,7 @@ def test_low_precision(name, dtype, tolerance):
         assert all(error < tolerance for error in found)
 
 
+@pytest.mark.matrix
 def test_compiled():
     for found in run_ranks(2, differences, "sdpa", torch.float64, True, timeout=120):
         assert all(error < 1e-13 for error in found)
