@@ -50,7 +50,8 @@ class LossyCompression(CompressionConfig):
     error_feedback: bool = True
     """each client adds what the compression lost to its next pseudo-gradient"""
     error_decay: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """the share of it that is added: below 1, what was lost long ago counts less"""
+    """share of what the compression has lost that a client adds to its next pseudo-gradient; below
+    1, what was lost long ago counts less"""
 
     @model_validator(mode="after")
     def _check_decay(self) -> Self:
