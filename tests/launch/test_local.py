@@ -15,8 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.cases import also
-
 ROOT = Path(__file__).resolve().parents[2]
 
 PARENT = """
@@ -228,7 +226,7 @@ def ends(process: subprocess.Popen[str], seconds: float) -> bool:
     return process.poll() is not None
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, *also(signal.SIGINT, signal.SIGKILL)])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_signals_in_the_first_instants_leave_no_orphans(tmp_path: Path, number: int) -> None:
     random.seed(number)
     jobs = [Launched(tmp_path / str(index)) for index in range(8)]
