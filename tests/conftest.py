@@ -35,9 +35,9 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
-    """Keep what is there before the first test out of garbage collections.
+    """Freeze the objects that exist before the first test: garbage collections skip them.
 
-    Each run in this process collects at its start, which takes a second over all modules and tests.
+    A run in this process collects as it starts, and over all modules that takes a second.
     """
     gc.collect()
     gc.freeze()

@@ -70,7 +70,7 @@ def make_temporary_name(step: int) -> str:
 def publish(temporary: Path, step: int) -> Path:
     """Give a complete checkpoint its final name, durably; it replaces one of the same step.
 
-    Checkpoints of later steps come from before a rollback: they are renamed, not deleted.
+    Checkpoints of later steps are damaged or from before a rollback: they are renamed and stay.
     """
     folder = temporary.parent
     final = folder / folder_name(step)
@@ -87,7 +87,7 @@ def publish(temporary: Path, step: int) -> Path:
 
 
 def abandon_beyond(folder: Path, step: int) -> None:
-    """Rename the checkpoints beyond the step that a run is at: they stay, unused."""
+    """Rename the checkpoints of later steps, so that no start resumes from them."""
     for path in list_checkpoints(folder):
         if parse_step(path) > step:
             path.rename(_mark(path, "abandoned-"))

@@ -150,8 +150,9 @@ class CheckpointStore:
         )
 
     def abandon_beyond(self, step: int) -> None:
-        """Rename the checkpoints beyond the step from which the run resumes: a later start would
-        take the newest of them, and their rows leave metrics.jsonl now.
+        """Rename the checkpoints of later steps than the one from which the run resumes.
+
+        Otherwise the next start could resume from one of them, whose rows metrics.jsonl has lost.
 
         Raises:
             EnvironmentFault: one cannot be renamed.

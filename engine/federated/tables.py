@@ -36,7 +36,7 @@ class CompressionConfig(Component):
 
     @property
     def feedback(self) -> float:
-        """The share of what was lost that clients add to their next pseudo-gradient."""
+        """Share of its compression error that a client adds to its next pseudo-gradient."""
         return 0.0
 
     def build(self) -> Codec | None:
@@ -50,8 +50,8 @@ class LossyCompression(CompressionConfig):
     error_feedback: bool = True
     """each client adds what the compression lost to its next pseudo-gradient"""
     error_decay: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """share of what the compression has lost that a client adds to its next pseudo-gradient; below
-    1, what was lost long ago counts less"""
+    """share of its compression error that a client adds to its next pseudo-gradient; below 1, the
+    errors of earlier rounds count less"""
 
     @model_validator(mode="after")
     def _check_decay(self) -> Self:
@@ -61,7 +61,7 @@ class LossyCompression(CompressionConfig):
 
     @property
     def feedback(self) -> float:
-        """The share of what was lost that clients add to their next pseudo-gradient."""
+        """Share of its compression error that a client adds to its next pseudo-gradient."""
         return self.error_decay if self.error_feedback else 0.0
 
 

@@ -117,10 +117,10 @@ def open_cache(folder: str) -> None:
 
 
 def _name_instructions() -> str:
-    """Name the vector instructions that inductor writes for.
+    """Return a name for the vector instructions for which inductor generates code.
 
-    Torch's key of a graph leaves them out (2.11 to 2.13): a graph for AVX-512 that a processor with
-    AVX2 alone finds, such as another machine that shares the home directory, ends it by SIGSEGV.
+    Torch's cache key leaves them out (2.11 to 2.13): a process that may only use AVX2, and finds a
+    graph for AVX-512 in a cache that machines share, ends by SIGSEGV.
     """
     present = torch_private.cpu_vec_isa.x86_isa_checker()
     return "-".join([platform.machine(), *present, os.environ.get("ATEN_CPU_CAPABILITY", "all")])

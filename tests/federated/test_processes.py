@@ -71,10 +71,10 @@ TABLES = {"schedule": SCHEDULE, "late": LATE}
 
 
 def kill_a_worker(run, after, kills=1):
-    """Kill workers of this process's run once metrics.jsonl has so many rows; return the thread."""
+    """Kill workers of this process's run once metrics.jsonl has so many rows; return their ids."""
 
     def find_workers():
-        """List the workers that run; one that was killed is absent until it is started again."""
+        """Return the ids of running workers; a killed one is absent until it starts again."""
         children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
         found = []
         for child in map(int, children):

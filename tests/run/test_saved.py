@@ -50,7 +50,7 @@ def test_a_run_that_resumes_from_an_earlier_step_leaves_the_later_checkpoints(
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert [path.name[:23] for path in folder.glob("abandoned-*")] == ["abandoned-step-00000004"]
     assert (folder / "latest").resolve().name == "step-00000002"
-    # The run goes on from the step that was named, not from the checkpoint that it left.
+    # The next start resumes from step 2 again, not from the renamed checkpoint of step 4.
     code, shown, errors = command("run", run)
     assert code == 0, errors
     assert "step-00000002 (step 2)" in shown

@@ -172,8 +172,8 @@ class TopKCodec(Codec):
     def encode_merged(self, values: Tensor) -> Tensor:
         """Return the bytes that the server sends for a merged tensor, [N].
 
-        Of each block the count of values that are not 0, and their places: numbers, or a mask of
-        the block where that is shorter. Then all these values in bf16.
+        For each block: how many values are not 0, and their places, as numbers of 12 bits or as a
+        mask of 4,096 bits, whichever is shorter. Then all these values in bf16.
         """
         rounded = values.cpu().to(torch.bfloat16)
         flags = pad(rounded != 0, (0, -len(values) % INDEX_BLOCK)).view(-1, INDEX_BLOCK)
@@ -184,7 +184,7 @@ class TopKCodec(Codec):
                 as_bytes(counts),
                 pack_bits(flags[~has_mask].nonzero()[:, 1], INDEX_BITS),
                 pack_bits(flags[has_mask].view(-1), 1),
-                as_bytes(rounded[rounded != 0]),
+                as_bytes(rounded[flags.view(-1)[: len(values)]]),
             ]
         )
 
@@ -206,7 +206,7 @@ class TopKCodec(Codec):
 
 
 def _has_mask(counts: Tensor) -> Tensor:
-    """Tell of each block whether a mask takes fewer bits than its places do."""
+    """Return for each block whether a mask takes fewer bits than a list of places, [blocks]."""
     return counts.long() * INDEX_BITS > INDEX_BLOCK
 
 

@@ -25,8 +25,8 @@ class Compressor:
     Args:
         codec: the codec; None sends fp32.
         weights: the compressed weights by name; other tensors travel in fp32.
-        feedback: the share of what the codec has lost that a client adds to its next
-            pseudo-gradient (below 1: SparseLoCo, arXiv:2508.15706, algorithm 1); 0 keeps nothing.
+        feedback: share of its compression error that a client adds to its next pseudo-gradient;
+            0: clients keep no error. Below 1: SparseLoCo, arXiv:2508.15706, algorithm 1.
     """
 
     def __init__(
