@@ -11,7 +11,7 @@ LARGEST_FILE = 300
 LARGEST_FUNCTION = 40
 # Statements, so that documentation costs nothing. Raised only on purpose: in a commit of its own
 # that says what the statements are for and what was simplified for them.
-BUDGET = 44_300
+BUDGET = 44_400
 
 
 def statements(function: ast.AST) -> int:
