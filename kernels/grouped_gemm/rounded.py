@@ -44,10 +44,11 @@ def grouped_dw(dy: Tensor, x: Tensor, offs: Tensor) -> Tensor:
         x: [M, K], of the dtype of dy.
         offs: int32 [E], where each group ends.
     """
-    dw = dy.new_zeros(len(offs), dy.shape[1], x.shape[1])
+    dw = dy.new_empty(len(offs), dy.shape[1], x.shape[1])
     ends = offs.tolist()
     for expert, start, end in zip(dw, [0, *ends], ends, strict=False):
         if start == end:
+            expert.zero_()
             continue
         # No window reaches the rows behind the last group, which are undefined.
         first, last = _window(start, end, ends[-1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,44 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         weight: [D]; cast to the dtype of x first, as sharded mixed precision does.
         eps: added to the mean square.
     """
-    return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
+    weight = weight.to(x.dtype)
+    # torch's norm (2.13) keeps x in fp32 on a CPU, and reads it a dozen times for the gradient.
+    if x.device.type == "cpu" and not torch.compiler.is_compiling():
+        out: Tensor = _RMSNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
+    else:
+        out = F.rms_norm(x, weight.shape, weight, eps)
+    return out
+
+
+class _RMSNorm(torch.autograd.Function):
+    # In place: on a CPU, fresh memory costs as much as a pass over it.
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        squares = wide.square()
+        inverse = squares.mean(-1, keepdim=True).add_(eps).rsqrt()
+        ctx.save_for_backward(x, weight, inverse)
+        ctx.eps = eps
+        # The memory of the squares is free again.
+        out: Tensor = torch.mul(wide, inverse, out=squares).mul_(weight)
+        return out.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, inverse = ctx.saved_tensors
+        # A second derivative is wanted, which the in-place way below does not have.
+        if torch.is_grad_enabled():
+            return *backward(grad, x, weight, inverse_rms(x, ctx.eps)), None
+        width = x.shape[-1]
+        wide_x, wide_grad = (t.reshape(-1, width).to(inverse.dtype) for t in (x, grad))
+        inverse = inverse.view(-1, 1)
+        weighted = wide_grad * weight
+        products = weighted * wide_x
+        along = products.sum(-1, keepdim=True).mul_(inverse.pow(3)).div_(width)
+        grad_weight = torch.mul(wide_grad, wide_x, out=products).mul_(inverse).sum(0)
+        grad_x = weighted.mul_(inverse).addcmul_(wide_x, along, value=-1)
+        return grad_x.view(x.shape).to(x.dtype), grad_weight.to(weight.dtype), None
 
 
 def zero_centered_rms_norm(

@@ -4,7 +4,7 @@ import cmath
 
 import pytest
 import torch
-from torch.autograd import gradcheck
+from torch.autograd import gradcheck, gradgradcheck
 
 from tests.kernels.implementations import load_implementations
 from trainer.model_zoo.layers.rotary import frequencies, rotation
@@ -37,6 +37,31 @@ def test_rms_norm_of_bf16_is_computed_wider(kernel):
     assert out.dtype == torch.bfloat16
     # The result is rounded to bf16 (2^-9) once or twice, not at every step.
     assert ((out - exact).abs() <= exact.abs() * 2**-8).all()
+
+
+@implementations("rms_norm")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_a_norm_are_those_in_float64_rounded(kernel, dtype):
+    torch.manual_seed(0)
+    x = (torch.randn(5, 7, 96) * 3).to(dtype).requires_grad_()
+    weight = (torch.rand(96) + 0.5).to(dtype).requires_grad_()
+    grad = torch.randn(5, 7, 96).to(dtype)
+    found = torch.autograd.grad(kernel(x, weight, 1e-5), (x, weight), grad)
+    wide_x, wide_weight = (each.detach().double().requires_grad_() for each in (x, weight))
+    normal = wide_x * (wide_x.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+    exact = torch.autograd.grad(normal * wide_weight, (wide_x, wide_weight), grad.double())
+    for ours, theirs in zip(found, exact, strict=True):
+        assert ours.dtype == dtype
+        error = (ours - theirs).norm() / theirs.norm()
+        assert error < torch.finfo(dtype).eps
+
+
+def test_a_norm_on_a_cpu_keeps_its_input_and_a_number_of_each_row():
+    kept = []
+    x, weight = torch.randn(4, 16).bfloat16().requires_grad_(), torch.ones(16, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        load_implementations("rms_norm")["torch"](x, weight, 1e-5)
+    assert sum(each.nbytes for each in kept) == x.nbytes + 16 * 2 + 4 * 4
 
 
 @implementations("swiglu")
@@ -78,3 +103,12 @@ def test_rotary_takes_positions_of_each_row_and_keeps_the_dtype(kernel):
     for row in range(2):
         alone = kernel(x[row : row + 1], *rotation(positions[row], freq))
         assert torch.equal(together[row : row + 1], alone)
+
+
+def test_a_rotation_has_second_derivatives():
+    torch.manual_seed(0)
+    cos, sin = (t.double() for t in rotation(torch.arange(5), frequencies(6, 100.0)))
+    for kernel in load_implementations("rotary").values():
+        assert gradgradcheck(
+            lambda x, kernel=kernel: kernel(x, cos, sin).pow(3), (doubles(2, 5, 3, 6),)
+        )

@@ -33,7 +33,8 @@ def test_blocks_compile_to_one_graph_without_breaks_or_recompilation(attention, 
     assert counter.frame_count == 1
     if dtype == torch.float32:
         for mine, other in zip(model.parameters(), eager.parameters(), strict=True):
-            torch.testing.assert_close(mine.grad, other.grad, rtol=1e-4, atol=1e-5)
+            # Of sums of losses: gradients reach 60.
+            torch.testing.assert_close(mine.grad, other.grad, rtol=1e-4, atol=1e-4)
 
 
 def test_a_loss_compiled_with_the_model_around_it_is_the_same():

@@ -23,6 +23,8 @@ MODES = {
     "nothing-kept": {"recompute": "selective", "recompute_keep": []},
 }
 ONE_BLOCK = BASE["model"] | {"n_layers": 1}
+# "selective" computes the activation of feed-forward layers again, and keeps the products.
+WIDE = BASE["model"] | {"ffn_dim": 256, "n_layers": 4}
 COMPILED = {"enabled": True, "backend": "aot_eager"}
 DATA = BASE["data"] | {"packing": "documents"}
 SCHEDULES = ("1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
@@ -59,10 +61,10 @@ def test_what_a_recipe_keeps_is_held_and_not_computed_again():
     assert bytes_held["full"] < bytes_held["every_n"] < bytes_held["none"]
     assert bytes_held["full"] < bytes_held["selective"] < bytes_held["none"]
     gathers = {mode: number for mode, (_, number) in found.items()}
-    # Two norms of each of two blocks are gathered again.
+    # Two norms of each of four blocks are gathered again.
     assert gathers["selective"] == gathers["none"]
-    assert gathers["full"] == gathers["none"] + 4
-    assert gathers["every_n"] == gathers["none"] + 2
+    assert gathers["full"] == gathers["none"] + 8
+    assert gathers["every_n"] == gathers["none"] + 4
 
 
 def held(modes):
@@ -71,7 +73,12 @@ def held(modes):
 
     found = []
     for memory in modes:
-        recipe = recipe_with(memory=memory, parallel={"tensor": 2}, data=DATA | {"micro_batch": 8})
+        recipe = recipe_with(
+            memory=memory,
+            model=WIDE,
+            parallel={"tensor": 2},
+            data=DATA | {"micro_batch": 8},
+        )
         parts = assembled(recipe)
         peak = (
             track(
