@@ -12,7 +12,8 @@ from ..core.errors import EnvironmentFault
 from ..core.extras import install_command
 from .feed import extract_histograms, extract_scalars
 
-FLUSH_SECONDS = 10
+FLUSH_SECONDS = 1
+"""how much a kill can lose of these files; metrics.jsonl loses nothing"""
 
 
 class TensorBoardTracker:
@@ -42,9 +43,9 @@ class TensorBoardTracker:
         self._writer = EventFileWriter(str(folder), flush_secs=FLUSH_SECONDS)
         # TensorBoard would show the steps of two attempts in one curve without it.
         mark = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-        self._writer.add_event(
-            self._event(step=resume_step + 1, wall_time=time.time(), session_log=mark)
-        )
+        # A run that begins again evaluates before its first step again.
+        first = resume_step + 1 if resume_step else 0
+        self._writer.add_event(self._event(step=first, wall_time=time.time(), session_log=mark))
 
     def log(self, row: Mapping[str, Any]) -> None:
         """Write the row's numbers and histograms."""

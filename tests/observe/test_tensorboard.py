@@ -67,6 +67,13 @@ def test_the_evaluation_at_the_resumed_step_stays(tmp_path: Path) -> None:
     assert scalars(tmp_path, "eval/loss") == [(2, 2.0), (4, 2.0)]
 
 
+def test_an_evaluation_before_the_first_step_is_shown_once(tmp_path: Path) -> None:
+    log(tmp_path, 0, range(3), loss=2.0)
+    log(tmp_path, 0, range(2), loss=1.0)
+    assert scalars(tmp_path, "eval/loss") == [(0, 1.0)]
+    assert scalars(tmp_path, "train/loss") == [(0, 1.0), (1, 1.0)]
+
+
 def test_a_missing_package_is_named_with_the_extra_that_has_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
