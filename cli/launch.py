@@ -226,9 +226,9 @@ def _word(option: str, value: str) -> str:
 
 
 def _require_resume(recipe: RecipeModel) -> None:
-    if recipe.run.resume != "auto":
+    if recipe.run.resume == "never":
         raise RecipeError(
-            f"run.resume is {format_value(recipe.run.resume)}: each turn would start there again",
+            'run.resume is "never": the turns after the first would be refused',
             'set run.resume = "auto", or give --no-requeue',
         )
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -86,7 +88,12 @@ def checkpoints_folder(path: Path) -> Path:
     return inner if os.path.isdir(inner) else path
 
 
-def newest_intact(path: Path, ranks: Ranks, before: int | None = None) -> IntactCheckpoint | None:
+def newest_intact(
+    path: Path,
+    ranks: Ranks,
+    before: int | None = None,
+    is_wanted: Callable[[Manifest], bool] | None = None,
+) -> IntactCheckpoint | None:
     """Return the newest checkpoint whose every byte is as it was saved; None: there is none.
 
     The ranks divide the hashing between them and agree.
@@ -95,12 +102,13 @@ def newest_intact(path: Path, ranks: Ranks, before: int | None = None) -> Intact
         path: see `candidates`.
         ranks: all ranks that will load the checkpoint.
         before: only checkpoints of earlier steps than this are considered; None: all.
+        is_wanted: only checkpoints with such a manifest are considered; None: all.
 
     Raises:
         CheckpointError: there are checkpoints, and none is intact.
     """
     skipped: list[str] = []
-    for candidate in ranks.reduce(lambda: None, lambda _: candidates(path)):
+    for candidate in ranks.reduce(lambda: None, lambda _: _list_wanted(path, is_wanted)):
         if before is not None and parse_step(candidate) >= before:
             continue
         manifest, problems = _check(candidate, ranks)
@@ -114,6 +122,16 @@ def newest_intact(path: Path, ranks: Ranks, before: int | None = None) -> Intact
             "restore one of them from a copy, or start again with another run.name",
         )
     return None
+
+
+def _list_wanted(path: Path, is_wanted: Callable[[Manifest], bool] | None) -> list[Path]:
+    """Return the candidates that are wanted; where some are not, nor are unreadable ones."""
+    found = []
+    for candidate in candidates(path):
+        with suppress(CheckpointError):
+            if is_wanted is None or is_wanted(read_manifest(candidate)):
+                found.append(candidate)
+    return found
 
 
 def _check(path: Path, ranks: Ranks) -> tuple[Manifest | None, list[str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from ..core.errors import CheckpointError, EnvironmentFault
 from . import retention
 from .commit import Staging, commit, free_bytes
 from .find import IntactCheckpoint, newest_intact
-from .manifest import SaveInfo, read_manifest
+from .manifest import Manifest, SaveInfo, read_manifest
 from .ranks import Ranks
 from .tables import checkpoint_modes
 from .writer import Writer
@@ -134,14 +134,19 @@ class CheckpointStore:
         self._wait()
         self.poll()
 
-    def latest(self) -> IntactCheckpoint | None:
+    def latest(
+        self, is_wanted: Callable[[Manifest], bool] | None = None
+    ) -> IntactCheckpoint | None:
         """Return the newest checkpoint whose every byte is as it was saved; None: there is none.
+
+        Args:
+            is_wanted: see `find.newest_intact`.
 
         Raises:
             CheckpointError: there are checkpoints, and none is intact.
         """
         self._wait()
-        return newest_intact(self.folder, self._ranks)
+        return newest_intact(self.folder, self._ranks, is_wanted=is_wanted)
 
     def restore_best_alias(self, best: int, last: int) -> None:
         """Make the alias `best` what it was after step `last`, when step `best` was the best."""

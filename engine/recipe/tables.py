@@ -53,7 +53,8 @@ class Run(Table):
     deterministic: bool = False
     """only use operations that give the same bits each time (slower on GPUs)"""
     resume: LocalPath = "auto"
-    """"auto": the newest intact checkpoint, else start; "never"; or a checkpoint's path"""
+    """"auto": the newest intact checkpoint, else start; "never"; or the path of a checkpoint, from
+    which the run starts once: with the same recipe, later starts continue from the run's own"""
     init_from: HubPath = ""
     """weights only, from a native checkpoint, a Hugging Face folder, a folder of torchtitan's, or a
     model of the Hugging Face hub, such as "Qwen/Qwen3-0.6B@REVISION"; resume wins over it"""

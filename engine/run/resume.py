@@ -6,6 +6,7 @@ import json
 import platform
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +23,8 @@ from ..checkpoint.store import CheckpointStore
 from ..core.errors import Problem, RecipeError
 from ..core.run_state import RunState
 from ..core.text.display import remove_secrets
+from ..core.text.tree import leaves
+from ..recipe.changes import compare
 from ..recipe.schema import Recipe
 from ..recipe.tables import Init
 from ..train.parts import Best
@@ -33,12 +36,15 @@ if TYPE_CHECKING:
 
 
 def find_start(
-    resume: str, store: CheckpointStore, warn: Callable[[str], None]
+    recipe: Recipe, store: CheckpointStore, warn: Callable[[str], None]
 ) -> IntactCheckpoint | None:
     """Return the checkpoint to resume from; None: the run starts.
 
+    The checkpoint that `run.resume` names is for the first start alone. A later one, such as that
+    of a job in a queue, continues from what the run saved since, with the same recipe.
+
     Args:
-        resume: the value of `run.resume`.
+        recipe: its `run.resume` says where.
         store: the checkpoints of the run.
         warn: told about each checkpoint that is skipped.
 
@@ -46,9 +52,14 @@ def find_start(
         RecipeError: the run shall not resume, and there are checkpoints.
         CheckpointError: no checkpoint is intact.
     """
+    resume = recipe.run.resume
     if resume not in ("auto", "never"):
-        return find_checkpoint(Path(resume), store.group)
-    found = store.latest()
+        found = store.latest(partial(_is_continued, recipe))
+        if found is None:
+            return find_checkpoint(Path(resume), store.group)
+        warn(f"this run resumed from {resume} before, and continues from {found.path.name}")
+    else:
+        found = store.latest()
     if found is None:
         return None
     if resume == "never":
@@ -65,6 +76,12 @@ def find_start(
     for reason in found.skipped:
         warn(f"skipped {reason}")
     return found
+
+
+def _is_continued(recipe: Recipe, manifest: Manifest) -> bool:
+    """Return whether a checkpoint was saved after such a run had resumed where this one shall."""
+    resumed = dict(leaves(manifest.recipe)).get(("run", "resume"))
+    return resumed == recipe.run.resume and not compare(manifest.recipe, recipe.model_dump())
 
 
 def require_same_data(saved: Manifest, parts: Assembled, allowed: Sequence[str]) -> None:

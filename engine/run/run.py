@@ -157,7 +157,7 @@ class Session:
     def train(self, allow_changed: Sequence[str], parts: Assembled | None = None) -> ExitCode:
         """Resume or start, and train to the end or to a signal."""
         recipe, store = self.recipe, self._open_store()
-        found = find_start(recipe.run.resume, store, self.progress.warn)
+        found = find_start(recipe, store, self.progress.warn)
         if found is not None:
             require_unchanged(found.manifest.recipe, recipe.model_dump(), allow_changed)
         parts, position = self._assemble(parts, fresh=found is None), Position()

@@ -140,7 +140,7 @@ REFUSED = {
     "short time in seconds": (["--time", "10:00"], "--time 10:00 is too short"),
     "short time in hours": (["--time", "0:10:00"], "--time 0:10:00 is too short"),
     "short time in days": (["--time", "0-0:10"], "--time 0-0:10 is too short"),
-    "resume": (["--set", "run.resume=never"], "each turn would start there again"),
+    "resume": (["--set", "run.resume=never"], "the turns after the first would be refused"),
 }
 
 

@@ -57,6 +57,34 @@ def test_a_run_that_resumes_from_an_earlier_step_leaves_the_later_checkpoints(
     assert losses(run) == losses(finished)
 
 
+def test_a_run_started_from_a_checkpoint_continues_when_the_same_command_runs_again(
+    command, finished, tmp_path
+):
+    start = finished / "checkpoints" / "step-00000002"
+    words = ["recipe.toml", "--set=run.name=next", f"--set=run.resume={start}"]
+    words += ["--set=checkpoint.interval=1", "--set=checkpoint.mode=sync"]
+    fault = {**os.environ, "TRAINER_FAULT": "train.step:step4:kill"}
+    killed = subprocess.run(
+        [sys.executable, "-P", "-m", "trainer", "run", *words],
+        env=fault,
+        capture_output=True,
+        timeout=120,
+        check=False,
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    code, shown, errors = command("run", *words)
+    assert code == 0, errors
+    assert f"resumed from {start} before, and continues from step-00000003" in shown + errors
+    later = {step: loss for step, loss in losses(finished).items() if step > 2}
+    assert losses(tmp_path / "runs" / "next") == later
+    # Another recipe starts there again.
+    words += ["--set=optimizer.lr=0.5", "--allow-changed=optimizer.lr"]
+    code, shown, errors = command("run", *words)
+    assert code == 0, errors
+    assert f"resumed from {start} (step 2)" in shown
+    assert losses(tmp_path / "runs" / "next") != later
+
+
 def test_a_checkpoint_alone_resumes_where_its_recipe_says(command, finished, tmp_path):
     shutil.copytree(finished / "checkpoints" / "step-00000002", tmp_path / "step-00000002")
     code, _, errors = command("run", "step-00000002", f"--set=run.dir={tmp_path / 'other'}")
