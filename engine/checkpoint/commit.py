@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import shutil
 import threading
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -88,16 +88,16 @@ def commit(
     info: SaveInfo,
     *,
     folder: Path,
-    keep: int,
-    keep_every: int,
     aliases: Collection[str],
+    prune: Callable[[], None],
     ranks: Ranks,
     writer: Writer,
     staging: Staging | None,
 ) -> None:
     """Save a state; all ranks together. On failure nothing is published, and all ranks know.
 
-    `aliases` are names of `retention` that point to the checkpoint once it is published.
+    `aliases` are names of `retention` that point to the checkpoint once it is published; then rank
+    0 calls `prune`.
 
     Raises:
         CheckpointError: why this rank or another could not do its part.
@@ -111,7 +111,7 @@ def commit(
         # `reduce` waits for every rank's part, so rank 0 publishes only what all have synced.
         ranks.reduce(
             lambda: _write_part(temporary, info.step, ranks.rank, writer, staging),
-            lambda parts: _publish(temporary, info, parts, writer, keep, keep_every, aliases),
+            lambda parts: _publish(temporary, info, parts, writer, aliases, prune),
         )
     except (CheckpointError, LostContact):
         if ranks.rank == 0:  # one rank alone: the others would delete files under its hands
@@ -150,9 +150,8 @@ def _publish(
     info: SaveInfo,
     parts: list[dict[str, FileEntry]],
     writer: Writer,
-    keep: int,
-    keep_every: int,
     aliases: Collection[str],
+    prune: Callable[[], None],
 ) -> None:
     """Complete the folder, give it its final name, and prune older checkpoints; on rank 0."""
     files = {name: entry for entries in parts for name, entry in entries.items()}
@@ -184,4 +183,4 @@ def _publish(
         retention.set_best_alias(temporary.parent, info.step)
         faults.point("checkpoint.after_best", 0, info.step)
     # Only now, after the new checkpoint is durable: until then the old ones are all there is.
-    retention.prune(temporary.parent, keep, keep_every)
+    prune()

@@ -110,10 +110,18 @@ def list_prunable(folder: Path, keep: int, keep_every: int = 0) -> list[Path]:
     return [path for path in old if path not in {*milestones, read_best_alias(folder)}]
 
 
-def prune(folder: Path, keep: int, keep_every: int = 0) -> None:
-    """Delete what `list_prunable` returns, and warn about what cannot be deleted."""
+def prune(folder: Path, keep: int, keep_every: int = 0, start: str = "") -> None:
+    """Delete what `list_prunable` returns, and warn about what cannot be deleted.
+
+    Args:
+        folder: with the checkpoints.
+        keep: see `list_prunable`.
+        keep_every: see `list_prunable`.
+        start: path of a checkpoint that stays.
+    """
     for path in list_prunable(folder, keep, keep_every):
-        if why := remove(path):
+        is_start = os.path.realpath(path) == os.path.realpath(start)
+        if not is_start and (why := remove(path)):
             warn_once(why)
 
 

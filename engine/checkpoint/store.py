@@ -6,6 +6,7 @@ import logging
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -34,6 +35,7 @@ class CheckpointStore:
         mode: a name of `checkpoint_modes`.
         keep: how many of the newest checkpoints are kept.
         keep_every: checkpoints whose step is a multiple of it are kept too; 0: none.
+        start: path of a checkpoint that is kept as well, such as `run.resume`.
         group: a gloo group of all ranks that nothing else uses, because a save in the background
             communicates too; None: one process, and no collective is ever called.
         names_latest: whether the alias `latest` points to the newest checkpoint.
@@ -48,10 +50,11 @@ class CheckpointStore:
         group: ProcessGroup | None,
         names_latest: bool = False,
         keep_every: int = 0,
+        start: str = "",
     ) -> None:
         self.folder = folder
         self.group = group
-        self._keep, self._keep_every = keep, keep_every
+        self._prune = partial(retention.prune, folder, keep, keep_every, start)
         self._names_latest = names_latest
         self._ranks = Ranks(group)
         allocate = checkpoint_modes[mode].model_validate({"name": mode}).build()
@@ -192,7 +195,7 @@ class CheckpointStore:
             return
         if best is not None:
             retention.restore_best_alias(self.folder, best, retention.parse_step(newest))
-        retention.prune(self.folder, self._keep, self._keep_every)
+        self._prune()
 
     def _make_ready(self) -> None:
         """Finish what a killed run left behind, write a file, and look at the free space."""
@@ -219,9 +222,8 @@ class CheckpointStore:
                 state,
                 info,
                 folder=self.folder,
-                keep=self._keep,
-                keep_every=self._keep_every,
                 aliases=aliases,
+                prune=self._prune,
                 ranks=self._ranks,
                 writer=self._writer,
                 staging=staging,

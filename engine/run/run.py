@@ -189,9 +189,8 @@ class Session:
             if outcome == "stopped":
                 state.outcome = outcome
                 self.stop.finish()
-                self.progress.note(
-                    f"stopped after step {position.step}, saved; run again to resume"
-                )
+                text = f"stopped after step {position.step}, saved; run again to resume"
+                self.progress.note(text)
                 return ExitCode.STOPPED_AND_SAVED
             self._print_end(outcome, position, state.warnings)
             self._export(parts, position.step, store.group)
@@ -257,6 +256,7 @@ class Session:
             mode=checkpoint.mode,
             keep=checkpoint.keep,
             keep_every=checkpoint.keep_every,
+            start=self.recipe.run.resume,
             names_latest=True,
             group=create_checkpoint_group(self.world, resilience.collective_timeout_seconds, job),
         )

@@ -33,10 +33,17 @@ def test_a_run_directory_resumes_with_its_own_recipe(command, finished, tmp_path
 def test_a_checkpoint_resumes_from_itself_in_its_run(command, finished, tmp_path):
     run = shutil.copytree(finished, tmp_path / "copy")
     checkpoint = run / "checkpoints" / "step-00000002"
-    code, shown, errors = command("run", checkpoint)
+    few = ("--set=checkpoint.keep=1", "--set=checkpoint.interval=1")
+    code, shown, errors = command("run", checkpoint, *few)
     assert code == 0, errors
     assert f"resumed from {checkpoint} (step 2)" in shown
     assert losses(run) == losses(finished)
+    # It stays beside the newest, and the same command finds it again.
+    kept = sorted(path.name for path in checkpoint.parent.glob("step-*"))
+    assert kept == ["step-00000002", "step-00000004"]
+    code, shown, errors = command("run", checkpoint, *few)
+    assert code == 0, errors
+    assert f"{run}/checkpoints/step-00000004 is the last checkpoint" in shown
 
 
 def test_a_run_that_resumes_from_an_earlier_step_leaves_the_later_checkpoints(
