@@ -111,7 +111,8 @@ class RowSender:
         if self._error is not None:
             raise self._error
         try:
-            self._waiting.put_nowait(dict(row))
+            if self._record.is_new(row):
+                self._waiting.put_nowait(dict(row))
         except queue.Full:
             raise TimeoutError(f"{MAX_WAITING:,} rows wait to be sent") from None
 

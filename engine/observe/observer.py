@@ -107,7 +107,7 @@ class Observer:
         for config in configs:
             self._open_tracker(config, step)
         if configs:
-            self._of_clients = [ClientTrackers(configs, self._directory.path, step)]
+            self._of_clients = [ClientTrackers(configs, self._directory.path)]
         self._progress.start(step, self._total_steps)
 
     def _open_tracker(self, config: TrackerConfig, step: int) -> None:

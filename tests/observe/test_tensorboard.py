@@ -11,6 +11,7 @@ from trainer.engine.core.extras import install_command
 from trainer.engine.observe.tables import TensorBoard
 from trainer.engine.observe.tensorboard import TensorBoardTracker
 
+pytestmark = pytest.mark.usefixtures("event_files_in_order")
 ROOT = Path(__file__).resolve().parents[2]
 
 
