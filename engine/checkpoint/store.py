@@ -255,7 +255,8 @@ def _make_ready(folder: Path) -> None:
         raise EnvironmentFault(
             f"no space for a checkpoint: the last one has {needed:,} bytes, "
             f"{free:,} are free in {folder}",
-            "free some space, or set run.dir to another disk",
+            f"`trainer checkpoint prune {folder} --keep 1` deletes older and abandoned ones; or "
+            "set run.dir to another disk",
         )
     if free < 2 * needed:
         log.warning("%s has space for one more checkpoint only (%s bytes)", folder, f"{free:,}")
