@@ -36,8 +36,9 @@ class _Rotary(torch.autograd.Function):
         wide = x.to(torch.promote_types(x.dtype, cos.dtype))
         turned = wide * torch.cat((cos, cos), dim=-1)
         (first, second), (x_first, x_second) = turned.chunk(2, -1), wide.chunk(2, -1)
-        first.addcmul_(x_second, sin, value=-1)
-        second.addcmul_(x_first, sin)
+        # Not `addcmul_`, which rounds once where the formula, compiled too, rounds twice.
+        first.sub_(x_second * sin)
+        second.add_(x_first * sin)
         return turned.to(x.dtype)
 
     @staticmethod
