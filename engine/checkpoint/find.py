@@ -125,7 +125,7 @@ def newest_intact(
 
 
 def _list_wanted(path: Path, is_wanted: Callable[[Manifest], bool] | None) -> list[Path]:
-    """Return the candidates that are wanted; where some are not, nor are unreadable ones."""
+    """Return the candidates, or those whose manifest can be read and is wanted."""
     found = []
     for candidate in candidates(path):
         with suppress(CheckpointError):
