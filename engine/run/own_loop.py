@@ -16,12 +16,12 @@ from ..recipe.write import to_toml
 from ..train.health import Health
 from ..train.parts import Position
 from ..train.saving import Saver
-from .resume import identify, require_same_data
+from .resume import find_start, identify, require_same_data
 
 
 @contextmanager
 def open_saver(parts: Assembled) -> Iterator[tuple[Saver, Position]]:
-    """Lock the run directory of assembled parts, and resume from its newest intact checkpoint.
+    """Lock the run directory of assembled parts, and resume from where `run.resume` says.
 
     Weights, optimizer, random numbers and the place in the data are restored into `parts` as
     `trainer run` restores them; without a checkpoint nothing changes. All ranks call it together.
@@ -36,7 +36,8 @@ def open_saver(parts: Assembled) -> Iterator[tuple[Saver, Position]]:
 
     Raises:
         RunInUse: another run has the directory.
-        RecipeError: the recipe or the data differ from those of the checkpoint.
+        RecipeError: the recipe or the data differ from those of the checkpoint, or `run.resume` is
+            "never" and there are checkpoints.
         CheckpointError: a checkpoint cannot be read or written.
     """
     recipe, world = parts.recipe, parts.world
@@ -52,9 +53,10 @@ def open_saver(parts: Assembled) -> Iterator[tuple[Saver, Position]]:
             keep=table.keep,
             keep_every=table.keep_every,
             group=group,
+            start=recipe.run.resume,
         )
         store.probe()
-        found = store.latest()
+        found = find_start(recipe, store, warnings.warn)
         health = Health(recipe.resilience, parts.device, parts.step.scale, warnings.warn)
         saver = Saver(store, parts, health, identify(parts, found, []), warnings.warn)
         position = Position()
@@ -62,6 +64,8 @@ def open_saver(parts: Assembled) -> Iterator[tuple[Saver, Position]]:
             require_unchanged(found.manifest.recipe, recipe.model_dump())
             require_same_data(found.manifest, parts, ())
             saver.restore(found.path, found.manifest, position)
+            if not found.skipped:  # a later save replaces damaged ones
+                store.abandon_beyond(position.step)
         elif world.rank == 0:
             atomic_write(directory.recipe, to_toml(recipe))
         try:

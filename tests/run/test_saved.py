@@ -10,7 +10,9 @@ import sys
 import pytest
 
 from tests.run.conftest import losses
+from trainer import assemble, load_recipe, open_saver
 from trainer.engine.checkpoint.manifest import read_manifest, write_manifest
+from trainer.engine.core.errors import RecipeError
 from trainer.engine.recipe.saved import load_recipe_or_run
 
 
@@ -90,6 +92,21 @@ def test_a_run_started_from_a_checkpoint_continues_when_the_same_command_runs_ag
     assert code == 0, errors
     assert f"resumed from {start} (step 2)" in shown
     assert losses(tmp_path / "runs" / "next") != later
+
+
+def test_a_loop_of_ones_own_resumes_where_the_recipe_says(finished, tmp_path):
+    start = finished / "checkpoints" / "step-00000002"
+    run = shutil.copytree(finished, tmp_path / "r")
+
+    def open_at(resume):
+        changes = {"run.dir": str(tmp_path), "run.resume": resume}
+        with open_saver(assemble(load_recipe(run / "recipe.toml", changes))) as (_, position):
+            return position.step
+
+    assert open_at("auto") == 4
+    with pytest.raises(RecipeError, match="already has checkpoints"):
+        open_at("never")
+    assert open_at(str(start)) == 2
 
 
 def test_a_checkpoint_alone_resumes_where_its_recipe_says(command, finished, tmp_path):
