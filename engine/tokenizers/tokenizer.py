@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
@@ -48,6 +48,14 @@ class SpecialTokenDecoder(Protocol):
 
     def decode_with_special(self, ids: Sequence[int]) -> str:
         """Return the text of the ids with the texts of special tokens."""
+
+
+@runtime_checkable
+class HasEnds(Protocol):
+    """A tokenizer that knows more tokens that end a generated text. Those of plugins need not."""
+
+    end_ids: Collection[int]
+    """`eos_id`, and such as end a turn of a conversation"""
 
 
 class Tokenizer(Protocol):

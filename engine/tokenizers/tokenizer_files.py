@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Mapping
+from collections.abc import Collection, Container, Mapping
 from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
@@ -27,12 +27,14 @@ class TokenizerFiles:
         content: the bytes of `tokenizer.json`.
         special_tokens: the texts of special tokens by role, such as "eos_token".
         chat_template: a Jinja template, or None.
+        end_ids: ids of tokens that end a generated text.
     """
 
     place: str
     content: bytes
     special_tokens: Mapping[str, str] = field(default_factory=dict)
     chat_template: str | None = None
+    end_ids: Collection[int] = ()
 
 
 def read_files(path: Path) -> TokenizerFiles:
@@ -61,6 +63,7 @@ def read_files(path: Path) -> TokenizerFiles:
             if template.is_file()
             else _default_template(config.get("chat_template"))
         ),
+        end_ids=_end_ids(file.parent),
     )
 
 
@@ -108,6 +111,17 @@ def _settings(file: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise DataError(f"{file}: not a JSON object")
     return value
+
+
+def _end_ids(folder: Path) -> list[int]:
+    """Return what a model's folder names as ends of generated texts, as transformers reads it."""
+    generation = folder / "generation_config.json"
+    try:
+        settings = _settings(generation if generation.is_file() else folder / "config.json")
+    except DataError:
+        return []  # no file of the tokenizer's
+    found = settings.get("eos_token_id")
+    return [each for each in (found if isinstance(found, list) else [found]) if type(each) is int]
 
 
 def _token_text(token: Any) -> str | None:

@@ -4,6 +4,7 @@ import json
 import os
 import random
 import re
+import shutil
 
 import pytest
 
@@ -110,6 +111,20 @@ def test_generated_texts_are_theirs_and_end_at_the_stop_string(ours, theirs):
     found = ours.generate_until(requests("generate_until", prompts))
     assert found == theirs.generate_until(requests("generate_until", prompts))
     assert all("e" not in text for text in found[:-1])
+
+
+def test_texts_end_at_each_token_that_the_folder_names_as_an_end(folder, ours, tmp_path):
+    prompts = [(text, {"until": [], "max_gen_toks": 12}) for text in sentences(6)]
+    whole = ours.generate_until(requests("generate_until", prompts))
+    other = shutil.copytree(folder, tmp_path / "model")
+    ends = {"eos_token_id": list(range(100, 160))}
+    (other / "generation_config.json").write_text(json.dumps(ends))
+    opened = open_model(other, dtype=Dtype.FP32)
+    model = HarnessModel(opened.scorer, opened.tokenizer, SEQ_LEN, 4)
+    found = model.generate_until(requests("generate_until", prompts))
+    theirs = HFLM(pretrained=str(other), device="cpu", dtype="float32", max_length=SEQ_LEN)
+    assert found == theirs.generate_until(requests("generate_until", prompts))
+    assert any(len(text) < len(longer) for text, longer in zip(found, whole, strict=True))
 
 
 @pytest.fixture(scope="module")
