@@ -8,15 +8,21 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.cuda.cases import CASES
 
 ROOT = Path(__file__).resolve().parents[2]
 PINNED = json.loads(Path(__file__).with_name("counts.json").read_text("utf-8"))
 QUICK = ("llama3_debug", "documents", "expert")
-pytestmark = pytest.mark.skipif(
-    shutil.which(os.environ.get("CXX", "c++")) is None, reason="no C++ compiler"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        shutil.which(os.environ.get("CXX", "c++")) is None, reason="no C++ compiler"
+    ),
+    pytest.mark.skipif(
+        torch.backends.cuda.is_built(), reason="torch is built with CUDA, which cannot be replaced"
+    ),
+]
 
 
 def run(*words):
