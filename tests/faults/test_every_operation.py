@@ -77,6 +77,7 @@ class Countdown:
 def start_and_kill(folder, words, last):
     null = [os.open(os.devnull, os.O_RDWR) for _ in range(2)]
     log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    sys.dont_write_bytecode = True  # else the first run of new code has operations of its own
     Countdown(last, folder / "trace")
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     os._exit(run_here(["trainer", *words], folder, environ, [*null, log]))
