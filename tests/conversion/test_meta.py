@@ -109,6 +109,7 @@ def llama3_vocabulary() -> str:
     return "\n".join(lines) + "\n"
 
 
+@pytest.mark.matrix
 def test_metas_tokenizer_goes_along(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 

@@ -179,6 +179,7 @@ def test_smoothing_axes_scales_readout_zoom_and_legend_work(page: Path, tmp_path
     assert 'data-errors="0"' in root[0]
 
 
+@pytest.mark.matrix
 def test_without_its_script_the_plots_are_there(page: Path, tmp_path: Path) -> None:
     still = page.with_name("still.html")
     text = page.read_text("utf-8")
