@@ -157,14 +157,18 @@ class CheckpointStore:
             lambda: None, lambda _: retention.restore_best_alias(self.folder, best, last)
         )
 
-    def abandon_beyond(self, step: int) -> None:
-        """Rename the checkpoints of later steps than the one from which the run resumes.
+    def abandon_beyond(self, found: IntactCheckpoint) -> None:
+        """Rename the checkpoints of later steps than the one that the run resumes from.
 
         Otherwise the next start could resume from one of them, whose rows metrics.jsonl has lost.
+        Where later checkpoints are damaged, nothing is renamed: later saves replace those.
 
         Raises:
             EnvironmentFault: one cannot be renamed.
         """
+        if found.skipped:
+            return
+        step = found.manifest.step
         self._ranks.reduce(lambda: None, lambda _: self._abandon_beyond(step))
 
     def _abandon_beyond(self, step: int) -> None:

@@ -48,7 +48,7 @@ class Checkpoint(Table):
     interval_epochs: Annotated[float, Field(gt=0, le=1e9)] | None = None
     """epochs between checkpoints, in place of interval"""
     keep: Count = 2
-    """how many of the newest are kept, beside the best and the one that run.resume names"""
+    """how many of the newest are kept; the best and the one that run.resume names are kept too"""
     keep_every: CountOrZero = 0
     """also keep each checkpoint whose step is a multiple of it, a multiple of interval; 0: none"""
     mode: Annotated[str, OneOf(checkpoint_modes)] = "async"

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...model_zoo.language_model import KVCache, LanguageModel
 from ..core.errors import RecipeError
 from ..tokenizers.byte_tokenizer import begin_text
-from ..tokenizers.tokenizer import HasEnds, Tokenizer
+from ..tokenizers.tokenizer import Tokenizer, TokenizerWithStopTokens
 from .inputs import require_generation
 from .open import OpenedModel
 
@@ -110,7 +110,11 @@ def continue_rows(
         columns |= {"padding_mask": document_ids == 0} if model.takes_padding else {}
     cache = KVCache(tokens.shape[1] + max_new_tokens)
     stops = [tokenizer.encode(word).tolist() for word in until]
-    ends = tokenizer.end_ids if isinstance(tokenizer, HasEnds) else (tokenizer.eos_id,)
+    ends = (
+        tokenizer.stop_token_ids
+        if isinstance(tokenizer, TokenizerWithStopTokens)
+        else (tokenizer.eos_id,)
+    )
     texts: list[list[int]] = [[] for _ in prompts]
     finished = [False] * len(prompts)
     for _ in range(max_new_tokens):
@@ -125,7 +129,7 @@ def continue_rows(
             finished[row] |= token == tokenizer.eos_id
             if not finished[row]:
                 texts[row].append(token)
-                # Decoding leaves out the end of a turn, as transformers does: it is special.
+                # Kept, as transformers keeps it: `decode` leaves out stop tokens that are special.
                 finished[row] = token in ends or _ends(tokenizer, texts[row], until, stops)
         if all(finished):
             break

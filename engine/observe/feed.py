@@ -111,6 +111,7 @@ class RowSender:
         if self._error is not None:
             raise self._error
         try:
+            # `ClientTrackers` sends earlier rows again: those must not fill the queue.
             if self._record.is_new(row):
                 self._waiting.put_nowait(dict(row))
         except queue.Full:

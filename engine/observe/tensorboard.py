@@ -13,7 +13,7 @@ from ..core.extras import install_command
 from .feed import extract_histograms, extract_scalars
 
 FLUSH_SECONDS = 1
-"""how much a kill can lose of these files; metrics.jsonl loses nothing"""
+"""seconds between writes to disk: a kill loses the rows since the last one"""
 
 
 class TensorBoardTracker:
@@ -43,7 +43,7 @@ class TensorBoardTracker:
         self._writer = EventFileWriter(str(folder), flush_secs=FLUSH_SECONDS)
         # TensorBoard would show the steps of two attempts in one curve without it.
         mark = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-        # A run that begins again evaluates before its first step again.
+        # A run that starts over repeats the evaluation before its first step: purge step 0 as well.
         first = resume_step + 1 if resume_step else 0
         self._writer.add_event(self._event(step=first, wall_time=time.time(), session_log=mark))
 

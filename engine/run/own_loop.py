@@ -21,7 +21,7 @@ from .resume import find_start, identify, require_same_data
 
 @contextmanager
 def open_saver(parts: Assembled) -> Iterator[tuple[Saver, Position]]:
-    """Lock the run directory of assembled parts, and resume from where `run.resume` says.
+    """Lock the run directory of assembled parts, and resume as `run.resume` says.
 
     Weights, optimizer, random numbers and the place in the data are restored into `parts` as
     `trainer run` restores them; without a checkpoint nothing changes. All ranks call it together.
@@ -64,8 +64,7 @@ def open_saver(parts: Assembled) -> Iterator[tuple[Saver, Position]]:
             require_unchanged(found.manifest.recipe, recipe.model_dump())
             require_same_data(found.manifest, parts, ())
             saver.restore(found.path, found.manifest, position)
-            if not found.skipped:  # a later save replaces damaged ones
-                store.abandon_beyond(position.step)
+            store.abandon_beyond(found)
         elif world.rank == 0:
             atomic_write(directory.recipe, to_toml(recipe))
         try:

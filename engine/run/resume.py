@@ -40,8 +40,8 @@ def find_start(
 ) -> IntactCheckpoint | None:
     """Return the checkpoint to resume from; None: the run starts.
 
-    The checkpoint that `run.resume` names is for the first start alone. A later one, such as that
-    of a job in a queue, continues from what the run saved since, with the same recipe.
+    A run resumes once from the checkpoint that `run.resume` names. When the same recipe starts
+    again, such as in a job that was queued again, it resumes from what the run has saved since.
 
     Args:
         recipe: its `run.resume` says where.
@@ -79,7 +79,7 @@ def find_start(
 
 
 def _is_continued(recipe: Recipe, manifest: Manifest) -> bool:
-    """Return whether a checkpoint was saved after such a run had resumed where this one shall."""
+    """Return whether a run with this recipe, its `run.resume` included, saved the checkpoint."""
     resumed = dict(leaves(manifest.recipe)).get(("run", "resume"))
     return resumed == recipe.run.resume and not compare(manifest.recipe, recipe.model_dump())
 

@@ -179,8 +179,8 @@ class Session:
         tasks = open_tasks(parts, self.loaded_tasks)
         state = make_state(parts, position.step, identity, self.world.world_size)
         # Only now: a start that fails leaves the run's recipe and checkpoints as they were.
-        if found is not None and not found.skipped:  # a later save replaces damaged ones
-            store.abandon_beyond(position.step)
+        if found is not None:
+            store.abandon_beyond(found)
         if self.world.rank == 0:
             write_recipe(self.directory, recipe, identity, checkouts, state.device)
         with self._record(state), recorder.open_log(position.step):

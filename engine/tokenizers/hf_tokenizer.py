@@ -59,7 +59,7 @@ class HuggingFaceTokenizer:
             hint = nearest(self.eos_token, vocabulary)
             raise DataError(f"{place}: no token is named {self.eos_token!r}", hint)
         self.eos_id = vocabulary[self.eos_token]
-        self.end_ids = {self.eos_id, *self.files.end_ids}
+        self.stop_token_ids = {self.eos_id, *self.files.stop_token_ids}
         self.special_tokens: Mapping[str, str] = {
             **self.files.special_tokens,
             "eos_token": self.eos_token,

@@ -51,11 +51,11 @@ class SpecialTokenDecoder(Protocol):
 
 
 @runtime_checkable
-class HasEnds(Protocol):
-    """A tokenizer that knows more tokens that end a generated text. Those of plugins need not."""
+class TokenizerWithStopTokens(Protocol):
+    """A tokenizer with more stop tokens than `eos_id`. Tokenizers of plugins need not have any."""
 
-    end_ids: Collection[int]
-    """`eos_id`, and such as end a turn of a conversation"""
+    stop_token_ids: Collection[int]
+    """ids of the tokens at which generation stops: `eos_id`, and such as end a turn"""
 
 
 class Tokenizer(Protocol):

@@ -27,14 +27,14 @@ class TokenizerFiles:
         content: the bytes of `tokenizer.json`.
         special_tokens: the texts of special tokens by role, such as "eos_token".
         chat_template: a Jinja template, or None.
-        end_ids: ids of tokens that end a generated text.
+        stop_token_ids: ids of tokens at which generation stops, beside the end-of-document token.
     """
 
     place: str
     content: bytes
     special_tokens: Mapping[str, str] = field(default_factory=dict)
     chat_template: str | None = None
-    end_ids: Collection[int] = ()
+    stop_token_ids: Collection[int] = ()
 
 
 def read_files(path: Path) -> TokenizerFiles:
@@ -63,7 +63,7 @@ def read_files(path: Path) -> TokenizerFiles:
             if template.is_file()
             else _default_template(config.get("chat_template"))
         ),
-        end_ids=_end_ids(file.parent),
+        stop_token_ids=_read_stop_token_ids(file.parent),
     )
 
 
@@ -113,13 +113,16 @@ def _settings(file: Path) -> dict[str, Any]:
     return value
 
 
-def _end_ids(folder: Path) -> list[int]:
-    """Return what a model's folder names as ends of generated texts, as transformers reads it."""
+def _read_stop_token_ids(folder: Path) -> list[int]:
+    """Return `eos_token_id` of generation_config.json, or without one of config.json.
+
+    transformers (5.23) takes the stop tokens of `generate` from the same files.
+    """
     generation = folder / "generation_config.json"
     try:
         settings = _settings(generation if generation.is_file() else folder / "config.json")
     except DataError:
-        return []  # no file of the tokenizer's
+        return []  # neither file is the tokenizer's: a malformed one must not stop a run
     found = settings.get("eos_token_id")
     return [each for each in (found if isinstance(found, list) else [found]) if type(each) is int]
 

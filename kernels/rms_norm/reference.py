@@ -28,7 +28,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 class _RMSNorm(torch.autograd.Function):
-    # In place: on a CPU, fresh memory costs as much as a pass over it.
+    """`rms_norm` in fewer passes over memory; keeps x, and the inverse RMS of each row."""
+
+    # Buffers are used again: on a CPU, fresh memory costs as much as a pass over it.
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:

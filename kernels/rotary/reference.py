@@ -28,7 +28,7 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class _Rotary(torch.autograd.Function):
-    """The same in fewer passes, in place; turned back, a gradient is that of x."""
+    """`rotary` in fewer passes over memory; gradients are rotated by the opposite angles."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
